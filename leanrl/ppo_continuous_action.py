@@ -7,7 +7,7 @@
     python leanrl/ppo_continuous_action.py --env-id HalfCheetah-v4 --seed 1
 
 Twin: ppo_continuous_action_torchcompile.py computes the same several times faster; `diff -u` the two to see how.
-Shapes: T = num_steps, N = num_envs, B = T * N. A rollout is (T, N, ...), the batch made of it (B, ...).
+Shapes: T = num_steps, N = num_envs, B = T * N; a rollout is (T, N, ...), the batch made of it (B, ...).
 Departures from CleanRL's script of this name:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
 2. The row in which an env resets itself (action ignored, reward 0) is masked out of losses and statistics.
@@ -18,7 +18,6 @@ Departures from CleanRL's script of this name:
 import difflib
 import json
 import math
-import random
 import sys
 import time
 from collections import deque
@@ -92,19 +91,16 @@ def make_env(env_id: str) -> gym.Env:
     except (gym.error.Error, ImportError) as error:
         near = difflib.get_close_matches(env_id, gym.registry)
         fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
-    if not isinstance(env.action_space, gym.spaces.Box):
-        fail(f"{env_id} has the action space {env.action_space}, and this script needs a Box; for Discrete, see DQN.")
-    if env.observation_space.dtype == np.uint8:
-        fail(f"{env_id} observes images {env.observation_space.shape}, and this script needs vectors.")
-    is_vector = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
-    return env if is_vector else gym.wrappers.FlattenObservation(env)
+    if not isinstance(env.action_space, gym.spaces.Box) or env.observation_space.dtype == np.uint8:
+        fail(f"{env_id} maps {env.observation_space} to {env.action_space}; needed: vectors to a Box of actions.")
+    return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
 
 
 class RunningMeanStd:
     """Running mean and standard deviation of rows, in float64 (Welford 1962, several rows at a time)."""
 
     def __init__(self, *shape: int):
-        self.mean, self.count = np.zeros(shape), 1e-4  # Gymnasium's prior: variance 1 with next to no weight
+        self.mean, self.std, self.count = np.zeros(shape), np.ones(shape), 1e-4  # Gymnasium's prior
         self.squares = np.full(shape, self.count)  # sum of squared deviations from the mean
 
     def update(self, x: np.ndarray):  # (rows, *shape)
@@ -112,31 +108,23 @@ class RunningMeanStd:
         self.count += len(x)
         self.mean += np.add.reduce(deviation) / self.count
         self.squares += np.add.reduce(deviation * (x - self.mean))
-
-    @property
-    def std(self) -> np.ndarray:
-        return np.sqrt(self.squares / self.count + 1e-8)
+        self.std = np.sqrt(self.squares / self.count + 1e-8)
 
 
-class Normalizer:
-    """Scales observations to mean 0, std 1 and rewards to discounted returns of std 1; clips both at 10.
+def normalize_obs(stats: RunningMeanStd, obs: np.ndarray) -> np.ndarray:
+    """Observations (N, obs_dim) at mean 0 and std 1, clipped at 10; as Gymnasium's NormalizeObservation."""
+    stats.update(obs)
+    return ((obs - stats.mean) / stats.std).clip(-10, 10)
 
-    One set of statistics for all envs; the same numbers as Gymnasium's NormalizeObservation and NormalizeReward.
+
+def normalize_reward(stats: RunningMeanStd, returns, reward, terminated, valid, gamma: float) -> np.ndarray:
+    """Rewards (N,) whose discounted return has std 1, clipped at 10; as Gymnasium's NormalizeReward.
+
+    returns (N,), the running discounted return, changes in place; rows that are not valid leave it as it is.
     """
-
-    def __init__(self, num_envs: int, obs_dim: int, gamma: float):
-        self.obs_stats, self.return_stats = RunningMeanStd(obs_dim), RunningMeanStd()
-        self.gamma, self.discounted_return = gamma, np.zeros(num_envs)
-
-    def obs(self, obs: np.ndarray) -> np.ndarray:  # (N, obs_dim), and back
-        self.obs_stats.update(obs)
-        return ((obs - self.obs_stats.mean) / self.obs_stats.std).clip(-10, 10)
-
-    def reward(self, reward: np.ndarray, terminated: np.ndarray, valid: np.ndarray) -> np.ndarray:  # (N,), and back
-        decay = np.where(valid, self.gamma * (1 - terminated), 1)  # a row that only resets is not a step
-        self.discounted_return = self.discounted_return * decay + reward
-        self.return_stats.update(self.discounted_return[valid])
-        return (reward / self.return_stats.std).clip(-10, 10)
+    np.copyto(returns, returns * gamma * (1 - terminated) + reward, where=valid)
+    stats.update(returns[valid])
+    return (reward / stats.std).clip(-10, 10)
 
 
 def mlp(in_dim: int, out_dim: int, out_gain: float) -> nn.Sequential:
@@ -185,7 +173,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """The clipped objective (eq. 7 and 9 of the paper) as a loss (), and what to log; means are over valid rows.
 
-    logprob and value (B,) come from the current parameters, batch["logprob"] and batch["value"] from those that acted.
+    logprob, value (B,) are of the current parameters, batch["logprob"], batch["value"] of those that acted.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight, advantage = batch["valid"] / count, batch["advantage"]
@@ -210,82 +198,60 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
     return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, losses
 
 
-def select_device(args: Args) -> torch.device:
-    """--device if given, else a GPU if there is one and --cuda, else the CPU."""
-    name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
+    """Picks the device and makes the run folder with a TensorBoard writer, which W&B follows under --track."""
+    device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path("runs", name.replace("/", "_").replace(":", "_"))
     try:
-        device = torch.zeros((), device=name).device
-    except (RuntimeError, AssertionError) as error:
-        fail(f"cannot use --device {name}: {str(error).splitlines()[0]}")
+        device = torch.zeros((), device=device_name).device
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except (AssertionError, RuntimeError, OSError) as error:
+        fail(f"cannot use the device {device_name} or the folder {run_dir}: {str(error).splitlines()[0]}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return device
-
-
-def start_run(args: Args) -> tuple[Path, SummaryWriter]:
-    """Makes the run folder with a TensorBoard writer in it; with --track, W&B copies what is written."""
-    env_name = args.env_id.replace("/", "_").replace(":", "_")
-    run_dir = Path("runs", f"{env_name}__{args.exp_name}__{args.seed}__{int(time.time())}")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"cannot write to the runs folder: {error}")
     if args.track:
-        import wandb  # needed by those who track only
+        import wandb  # only here: nobody else needs it
 
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
         wandb.init(**names, config=asdict(args), sync_tensorboard=True)
-    writer = SummaryWriter(run_dir)
-    writer.add_text("hyperparameters", "\n".join(f"    {name} = {value}" for name, value in asdict(args).items()))
-    return run_dir, writer
-
-
-def log_losses(writer: SummaryWriter, losses: dict[str, Tensor], step: int) -> dict[str, float]:
-    """Writes the losses and returns them as floats: the one sync of a report. One that is not finite ends the run."""
-    values = dict(zip(losses, torch.stack(list(losses.values())).tolist()))
-    for name, value in values.items():
-        writer.add_scalar(f"losses/{name}", value, step)
-        if not math.isfinite(value):
-            sys.exit(f"error: losses/{name} is {value} at step {step}; a smaller --learning-rate may help.")
-    return values
+    return device, run_dir, SummaryWriter(run_dir)
 
 
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
+    if min(args.num_envs, args.num_steps, args.num_minibatches) < 1 or args.batch_size % args.num_minibatches:
+        fail(f"num_envs * num_steps = {args.batch_size} must be a multiple of --num-minibatches.")
     if args.num_iterations < 1:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps.")
-    if args.batch_size % args.num_minibatches:
-        fail(f"num_envs * num_steps = {args.batch_size} is not a multiple of --num-minibatches {args.num_minibatches}.")
-    device = select_device(args)
+        fail(f"--total-timesteps must be at least one rollout, num_envs * num_steps = {args.batch_size}.")
+    device, run_dir, writer = start_run(args)
     torch.set_num_threads(1)  # matrices this small lose more by waiting for a second core than it gives
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    random.seed(args.seed), np.random.seed(args.seed), torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)
     T, N = args.num_steps, args.num_envs
 
     # NEXT_STEP: when an episode has ended, the next step ignores the action and returns reward 0 and a new first obs.
     env_fns, autoreset_mode = [lambda: make_env(args.env_id)] * N, gym.vector.AutoresetMode.NEXT_STEP
     envs = gym.vector.SyncVectorEnv(env_fns, copy=False, autoreset_mode=autoreset_mode)
     raw_obs, _ = envs.reset(seed=10_000 * args.seed)  # env i gets 10_000 * seed + i, once; resets continue its stream
-    obs_dim, actions = envs.single_observation_space.shape[0], envs.single_action_space
-    normalizer = Normalizer(N, obs_dim, args.gamma)
-    obs = torch.as_tensor(normalizer.obs(raw_obs), dtype=torch.float32, device=device)
+    actions, obs_dim = envs.single_action_space, envs.single_observation_space.shape[0]
+    action_dim = math.prod(actions.shape)
+    obs_stats, return_stats, discounted_return = RunningMeanStd(obs_dim), RunningMeanStd(), np.zeros(N)
+    obs = torch.as_tensor(normalize_obs(obs_stats, raw_obs), dtype=torch.float32, device=device)
 
-    agent = Agent(obs_dim, math.prod(actions.shape)).to(device)
+    agent = Agent(obs_dim, action_dim).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-
-    obs_buffer = torch.zeros(T, N, obs_dim, device=device)
-    action_buffer = torch.zeros(T, N, math.prod(actions.shape), device=device)
+    obs_buffer, action_buffer = (torch.zeros(T, N, dim, device=device) for dim in (obs_dim, action_dim))
     logprob_buffer, value_buffer = torch.zeros(2, T, N, device=device)
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
 
-    run_dir, writer = start_run(args)
     progress = tqdm(total=args.num_iterations * args.batch_size, unit="step", desc=args.exp_name, dynamic_ncols=True)
-    episode_return, episode_length, last_returns = np.zeros(N), np.zeros(N, int), deque(maxlen=100)
-    done = np.zeros(N, bool)
-    start_time = warm_time = report_time = time.perf_counter()
-    global_step = warm_step = 0
+    done, episode_return, episode_length = np.zeros(N, bool), np.zeros(N), np.zeros(N, int)
+    last_returns = deque(maxlen=100)
+    global_step, warm_step, start_time = 0, 0, time.perf_counter()
+    warm_time = report_time = start_time
     for iteration in range(args.num_iterations):
-        noise = torch.randn_like(action_buffer)
+        noise = torch.randn(T, N, action_dim, device=device)
         for t in range(T):
             # act
             with torch.no_grad():
@@ -298,9 +264,10 @@ def train(args: Args) -> dict[str, float]:
             # step and store
             valid = ~done
             raw_obs, reward, terminated, truncated, _ = envs.step(env_action.clip(actions.low, actions.high))
-            obs = torch.as_tensor(normalizer.obs(raw_obs), dtype=torch.float32, device=device)
+            obs = torch.as_tensor(normalize_obs(obs_stats, raw_obs), dtype=torch.float32, device=device)
             done = terminated | truncated
-            env_buffer[:, t] = normalizer.reward(reward, terminated, valid), terminated, done, valid
+            scaled = normalize_reward(return_stats, discounted_return, reward, terminated, valid, args.gamma)
+            env_buffer[:, t] = scaled, terminated, done, valid
             global_step += N
             episode_return += reward
             episode_length += valid
@@ -334,10 +301,13 @@ def train(args: Args) -> dict[str, float]:
                 break
 
         # report
-        is_valid = batch["valid"].bool()
-        error, return_ = (batch["return"] - batch["value"])[is_valid], batch["return"][is_valid]
-        losses["explained_variance"] = 1 - error.var() / return_.var()
-        metrics = log_losses(writer, losses, global_step)
+        value, return_ = (batch[name][batch["valid"] > 0] for name in ("value", "return"))
+        losses["explained_variance"] = 1 - (return_ - value).var() / return_.var().clamp(min=1e-8)
+        metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))  # the one sync of a report
+        for name, loss in metrics.items():
+            writer.add_scalar(f"losses/{name}", loss, global_step)
+            if not math.isfinite(loss):
+                sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller --learning-rate may help.")
         report_time, previous_time = time.perf_counter(), report_time
         writer.add_scalar("charts/SPS", args.batch_size / (report_time - previous_time), global_step)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
@@ -350,8 +320,8 @@ def train(args: Args) -> dict[str, float]:
     sps = (global_step - warm_step) / (report_time - warm_time)
     metrics |= {"episodic_return": mean_return, "global_step": global_step, "SPS": sps}
     metrics["startup_seconds"] = warm_time - start_time - warm_step / sps  # what the warm-up took beyond that rate
-    summary = {"device": str(device), "compile": False, "cudagraphs": False, "metrics": metrics, "args": asdict(args)}
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    ran = {"device": str(device), "compile": False, "cudagraphs": False}
+    (run_dir / "summary.json").write_text(json.dumps({"ran": ran, "metrics": metrics, "args": asdict(args)}, indent=2))
     progress.close(), writer.close(), envs.close()
     return metrics
 

@@ -6,9 +6,8 @@
 
     python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
 
-Twin: ppo_continuous_action.py is the same in plain PyTorch; `diff -u` the two: each perf[n] is a trick, explained
-in docs/performance.md.
-Shapes: T = num_steps, N = num_envs, B = T * N. A rollout is (T, N, ...), the batch made of it (B, ...).
+Twin: ppo_continuous_action.py, in plain PyTorch; `diff -u` the two. Each perf[n] is explained in docs/performance.md.
+Shapes: T = num_steps, N = num_envs, B = T * N; a rollout is (T, N, ...), the batch made of it (B, ...).
 Departures from CleanRL's script of this name:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
 2. The row in which an env resets itself (action ignored, reward 0) is masked out of losses and statistics.
@@ -19,7 +18,6 @@ Departures from CleanRL's script of this name:
 import difflib
 import json
 import math
-import random
 import sys
 import time
 from collections import deque
@@ -66,7 +64,7 @@ class Args:
     target_kl: float | None = None  # judged after each epoch, on its last minibatch: above it, the others are skipped
 
     compile: bool = False  # perf[1] compile the update
-    cudagraphs: bool = False  # perf[2] capture the policy and the updates of an epoch in CUDA graphs
+    cudagraphs: bool = False  # perf[2] capture the policy and an epoch of updates as CUDA graphs
 
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "leanrl"  # with --track
@@ -98,19 +96,16 @@ def make_env(env_id: str) -> gym.Env:
     except (gym.error.Error, ImportError) as error:
         near = difflib.get_close_matches(env_id, gym.registry)
         fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
-    if not isinstance(env.action_space, gym.spaces.Box):
-        fail(f"{env_id} has the action space {env.action_space}, and this script needs a Box; for Discrete, see DQN.")
-    if env.observation_space.dtype == np.uint8:
-        fail(f"{env_id} observes images {env.observation_space.shape}, and this script needs vectors.")
-    is_vector = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
-    return env if is_vector else gym.wrappers.FlattenObservation(env)
+    if not isinstance(env.action_space, gym.spaces.Box) or env.observation_space.dtype == np.uint8:
+        fail(f"{env_id} maps {env.observation_space} to {env.action_space}; needed: vectors to a Box of actions.")
+    return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
 
 
 class RunningMeanStd:
     """Running mean and standard deviation of rows, in float64 (Welford 1962, several rows at a time)."""
 
     def __init__(self, *shape: int):
-        self.mean, self.count = np.zeros(shape), 1e-4  # Gymnasium's prior: variance 1 with next to no weight
+        self.mean, self.std, self.count = np.zeros(shape), np.ones(shape), 1e-4  # Gymnasium's prior
         self.squares = np.full(shape, self.count)  # sum of squared deviations from the mean
 
     def update(self, x: np.ndarray):  # (rows, *shape)
@@ -118,31 +113,23 @@ class RunningMeanStd:
         self.count += len(x)
         self.mean += np.add.reduce(deviation) / self.count
         self.squares += np.add.reduce(deviation * (x - self.mean))
-
-    @property
-    def std(self) -> np.ndarray:
-        return np.sqrt(self.squares / self.count + 1e-8)
+        self.std = np.sqrt(self.squares / self.count + 1e-8)
 
 
-class Normalizer:
-    """Scales observations to mean 0, std 1 and rewards to discounted returns of std 1; clips both at 10.
+def normalize_obs(stats: RunningMeanStd, obs: np.ndarray) -> np.ndarray:
+    """Observations (N, obs_dim) at mean 0 and std 1, clipped at 10; as Gymnasium's NormalizeObservation."""
+    stats.update(obs)
+    return ((obs - stats.mean) / stats.std).clip(-10, 10)
 
-    One set of statistics for all envs; the same numbers as Gymnasium's NormalizeObservation and NormalizeReward.
+
+def normalize_reward(stats: RunningMeanStd, returns, reward, terminated, valid, gamma: float) -> np.ndarray:
+    """Rewards (N,) whose discounted return has std 1, clipped at 10; as Gymnasium's NormalizeReward.
+
+    returns (N,), the running discounted return, changes in place; rows that are not valid leave it as it is.
     """
-
-    def __init__(self, num_envs: int, obs_dim: int, gamma: float):
-        self.obs_stats, self.return_stats = RunningMeanStd(obs_dim), RunningMeanStd()
-        self.gamma, self.discounted_return = gamma, np.zeros(num_envs)
-
-    def obs(self, obs: np.ndarray) -> np.ndarray:  # (N, obs_dim), and back
-        self.obs_stats.update(obs)
-        return ((obs - self.obs_stats.mean) / self.obs_stats.std).clip(-10, 10)
-
-    def reward(self, reward: np.ndarray, terminated: np.ndarray, valid: np.ndarray) -> np.ndarray:  # (N,), and back
-        decay = np.where(valid, self.gamma * (1 - terminated), 1)  # a row that only resets is not a step
-        self.discounted_return = self.discounted_return * decay + reward
-        self.return_stats.update(self.discounted_return[valid])
-        return (reward / self.return_stats.std).clip(-10, 10)
+    np.copyto(returns, returns * gamma * (1 - terminated) + reward, where=valid)
+    stats.update(returns[valid])
+    return (reward / stats.std).clip(-10, 10)
 
 
 def mlp(in_dim: int, out_dim: int, out_gain: float) -> nn.Sequential:
@@ -174,7 +161,8 @@ def gaussian_logprob_entropy(action: Tensor, mean: Tensor, logstd: Tensor) -> tu
     return logprob.sum(-1), (logstd + half_log_2pi + 0.5).sum()
 
 
-def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+# perf[8] scan in log2(T) doublings: 11 steps of whole tensors, where a loop over time takes 2048 of single rows
+def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: float, gae_lambda: float):
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (T, N) each, but value (T + 1, N).
 
     value[t + 1] is that of the last observation of an episode that ended at t, since its env resets one step later.
@@ -182,7 +170,7 @@ def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, ga
     """
     delta = reward + gamma * (1 - terminated) * value[1:] - value[:-1]
     decay = gamma * gae_lambda * (1 - done)
-    span = 1  # perf[8] double the span of the sum until it reaches the end: log2(T) steps in place of T
+    span = 1  # delta[t] holds the discounted sum of the steps t .. t + span - 1, decay[t] the discount beyond them
     while span < len(delta):
         delta[:-span] = delta[:-span] + decay[:-span] * delta[span:]
         decay[:-span] = decay[:-span] * decay[span:]
@@ -193,7 +181,7 @@ def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, ga
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """The clipped objective (eq. 7 and 9 of the paper) as a loss (), and what to log; means are over valid rows.
 
-    logprob and value (B,) come from the current parameters, batch["logprob"] and batch["value"] from those that acted.
+    logprob, value (B,) are of the current parameters, batch["logprob"], batch["value"] of those that acted.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight, advantage = batch["valid"] / count, batch["advantage"]
@@ -218,30 +206,23 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
     return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, losses
 
 
-# perf[12] keep all parameters in one vector: the norm, Adam and the compiler's checks deal with one tensor, not 13
-def flatten_parameters(module: nn.Module) -> Tensor:
-    """Moves the parameters into one vector (P,), of which they become views, and returns it."""
-    flat = nn.utils.parameters_to_vector(module.parameters()).detach()
-    nn.utils.vector_to_parameters(flat, module.parameters())
-    return flat
-
-
+# perf[12] keep all parameters in one vector: norm, Adam and the checks before a compiled call meet 1 tensor, not 13
 def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """The parameters by name, as views of the vector."""
+    """The parameters by name, as views of their vector (P,)."""
     return {k: x.view(s) for (k, s), x in zip(shapes.items(), flat.split([s.numel() for s in shapes.values()]))}
 
 
 def adam_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, lr: Tensor, eps: float):
-    """One step of Adam (Kingma & Ba 2015, algorithm 1), in place. perf[3] step and lr are tensors ()."""
+    """A step of Adam (Kingma & Ba 2015, algorithm 1) in place; perf[3] step and lr are tensors (), not constants."""
     step += 1
     exp_avg.lerp_(grad, 0.1)
     exp_avg_sq.lerp_(grad**2, 0.001)
     param -= lr * (exp_avg / (1 - 0.9**step)) / ((exp_avg_sq / (1 - 0.999**step)).sqrt() + eps)
 
 
-# perf[1] make the update one function of tensors, without backward() and optimizer: it compiles to one graph
-def ppo_update(agent, shapes, flat, adam_state, lr, batch, idx, args: Args) -> dict[str, Tensor]:
-    """A gradient step of the parameters `flat` on the rows `idx` of the batch, in place. Returns what to log."""
+# perf[1] write the update as one function of tensors, without backward() and step(): it compiles to a single graph
+def ppo_update(agent: Agent, shapes: dict, flat: Tensor, adam_state, lr: Tensor, batch: dict, idx: Tensor, args: Args):
+    """A gradient step of the parameters `flat` (P,) on the rows `idx` of the batch, in place; returns what to log."""
     minibatch = {name: x[idx] for name, x in batch.items()}
 
     def loss_of(flat):
@@ -255,9 +236,9 @@ def ppo_update(agent, shapes, flat, adam_state, lr, batch, idx, args: Args) -> d
     return losses
 
 
-# perf[13] step the envs in a plain loop: the same transitions as SyncVectorEnv's without its overhead
+# perf[13] step the envs in a plain loop: the transitions of SyncVectorEnv, without its copies and infos
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated):
-    """Steps each env and fills the four arrays (N, ...) in place; an env whose episode has ended resets instead."""
+    """Steps every env and fills the last four arrays (N, ...); an env whose episode has ended resets instead."""
     for i, env in enumerate(envs):
         if terminated[i] or truncated[i]:
             obs[i], reward[i], terminated[i], truncated[i] = env.reset()[0], 0, False, False
@@ -265,115 +246,101 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated):
             obs[i], reward[i], terminated[i], truncated[i], _ = env.step(action[i])
 
 
-def select_device(args: Args) -> torch.device:
-    """--device if given, else a GPU if there is one and --cuda, else the CPU."""
-    name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
+    """Picks the device and makes the run folder with a TensorBoard writer, which W&B follows under --track."""
+    device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path("runs", name.replace("/", "_").replace(":", "_"))
     try:
-        device = torch.zeros((), device=name).device
-    except (RuntimeError, AssertionError) as error:
-        fail(f"cannot use --device {name}: {str(error).splitlines()[0]}")
+        device = torch.zeros((), device=device_name).device
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except (AssertionError, RuntimeError, OSError) as error:
+        fail(f"cannot use the device {device_name} or the folder {run_dir}: {str(error).splitlines()[0]}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return device
-
-
-def start_run(args: Args) -> tuple[Path, SummaryWriter]:
-    """Makes the run folder with a TensorBoard writer in it; with --track, W&B copies what is written."""
-    env_name = args.env_id.replace("/", "_").replace(":", "_")
-    run_dir = Path("runs", f"{env_name}__{args.exp_name}__{args.seed}__{int(time.time())}")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"cannot write to the runs folder: {error}")
     if args.track:
-        import wandb  # needed by those who track only
+        import wandb  # only here: nobody else needs it
 
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
         wandb.init(**names, config=asdict(args), sync_tensorboard=True)
-    writer = SummaryWriter(run_dir)
-    writer.add_text("hyperparameters", "\n".join(f"    {name} = {value}" for name, value in asdict(args).items()))
-    return run_dir, writer
-
-
-def log_losses(writer: SummaryWriter, losses: dict[str, Tensor], step: int) -> dict[str, float]:
-    """Writes the losses and returns them as floats: the one sync of a report. One that is not finite ends the run."""
-    values = dict(zip(losses, torch.stack(list(losses.values())).tolist()))
-    for name, value in values.items():
-        writer.add_scalar(f"losses/{name}", value, step)
-        if not math.isfinite(value):
-            sys.exit(f"error: losses/{name} is {value} at step {step}; a smaller --learning-rate may help.")
-    return values
+    return device, run_dir, SummaryWriter(run_dir)
 
 
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
+    if min(args.num_envs, args.num_steps, args.num_minibatches) < 1 or args.batch_size % args.num_minibatches:
+        fail(f"num_envs * num_steps = {args.batch_size} must be a multiple of --num-minibatches.")
     if args.num_iterations < 1:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps.")
-    if args.batch_size % args.num_minibatches:
-        fail(f"num_envs * num_steps = {args.batch_size} is not a multiple of --num-minibatches {args.num_minibatches}.")
-    device = select_device(args)
+        fail(f"--total-timesteps must be at least one rollout, num_envs * num_steps = {args.batch_size}.")
+    device, run_dir, writer = start_run(args)
     torch.set_num_threads(1)  # matrices this small lose more by waiting for a second core than it gives
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    random.seed(args.seed), np.random.seed(args.seed), torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)
     T, N = args.num_steps, args.num_envs
 
     # NEXT_STEP: when an episode has ended, the next step ignores the action and returns reward 0 and a new first obs.
-    envs = [make_env(args.env_id) for _ in range(N)]
+    envs = [make_env(args.env_id) for _ in range(N)]  # perf[13] in place of SyncVectorEnv
     raw_obs = np.stack([env.reset(seed=10_000 * args.seed + i)[0] for i, env in enumerate(envs)])
     reward, terminated, truncated = np.zeros(N), np.zeros(N, bool), np.zeros(N, bool)
-    obs_dim, actions = envs[0].observation_space.shape[0], envs[0].action_space
-    normalizer = Normalizer(N, obs_dim, args.gamma)
+    actions, obs_dim = envs[0].action_space, envs[0].observation_space.shape[0]
+    action_dim = math.prod(actions.shape)
+    obs_stats, return_stats, discounted_return = RunningMeanStd(obs_dim), RunningMeanStd(), np.zeros(N)
+    # perf[7] cross the bus through pinned buffers of fixed address, so that the copies are asynchronous and capturable
+    on_gpu = device.type == "cuda"
+    obs, mean = (torch.zeros(N, dim, pin_memory=on_gpu) for dim in (obs_dim, action_dim))
+    obs.numpy()[:] = normalize_obs(obs_stats, raw_obs)
 
-    agent = Agent(obs_dim, math.prod(actions.shape)).to(device)
+    agent = Agent(obs_dim, action_dim).to(device).requires_grad_(False)
     shapes = {name: p.shape for name, p in agent.named_parameters()}
-    flat = flatten_parameters(agent.requires_grad_(False))
+    flat = nn.utils.parameters_to_vector(agent.parameters())  # perf[12]
+    nn.utils.vector_to_parameters(flat, agent.parameters())  # from here on they are views of it
     adam_state = torch.zeros_like(flat), torch.zeros_like(flat), torch.zeros((), device=device)
-    lr = torch.zeros((), device=device)
-
-    # perf[7] pinned
-    pin = device.type == "cuda"
-    obs, mean = torch.zeros(N, obs_dim, pin_memory=pin), torch.zeros(N, math.prod(actions.shape), pin_memory=pin)
-    obs_buffer = np.zeros((T + 1, N, obs_dim), np.float32)
-    obs.numpy()[:] = normalizer.obs(raw_obs)
-    batch = {}
+    lr = torch.zeros((), device=device)  # perf[3] a constant would be compiled and captured with its first value
+    layers = [(layer.weight, layer.bias) for layer in agent.actor_mean[::2]]
+    obs_buffer, batch = torch.zeros(T + 1, N, obs_dim), {}
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
 
     def act():
-        mean.copy_(agent.actor_mean(obs.to(device, non_blocking=True)), non_blocking=True)
+        """From obs to mean, both on the host. perf[14] call the layers without nn.Module, slow for single rows."""
+        hidden = nn.functional.linear(obs.to(device, non_blocking=True), *layers[0]).tanh()
+        hidden = nn.functional.linear(hidden, *layers[1]).tanh()
+        mean.copy_(nn.functional.linear(hidden, *layers[2]), non_blocking=True)
 
-    update = torch.compile(ppo_update, fullgraph=True) if args.compile else ppo_update
+    update = torch.compile(ppo_update, fullgraph=True) if args.compile else ppo_update  # perf[1]
 
-    def update_epoch(permutation):
+    def update_epoch(permutation: Tensor) -> dict[str, Tensor]:
         for idx in permutation.split(args.minibatch_size):
             losses = update(agent, shapes, flat, adam_state, lr, batch, idx, args)
         return losses
 
-    if args.cudagraphs:
+    if args.cudagraphs and on_gpu:  # perf[2] capture the launches of an epoch, and of a policy step, and replay them
         act, update_epoch = CudaGraphModule(act), CudaGraphModule(update_epoch, warmup=3)
+    elif args.cudagraphs:
+        print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
 
-    run_dir, writer = start_run(args)
     progress = tqdm(total=args.num_iterations * args.batch_size, unit="step", desc=args.exp_name, dynamic_ncols=True)
-    episode_return, episode_length, last_returns = np.zeros(N), np.zeros(N, int), deque(maxlen=100)
-    done = np.zeros(N, bool)
-    start_time = warm_time = report_time = time.perf_counter()
-    global_step = warm_step = 0
+    done, episode_return, episode_length = np.zeros(N, bool), np.zeros(N), np.zeros(N, int)
+    last_returns = deque(maxlen=100)
+    global_step, warm_step, start_time = 0, 0, time.perf_counter()
+    warm_time = report_time = start_time
     for iteration in range(args.num_iterations):
-        noise = torch.randn(T, N, math.prod(actions.shape), device=device)
-        exploration = (noise * agent.actor_logstd.exp()).cpu().numpy()
+        noise = torch.randn(T, N, action_dim, device=device)
+        exploration = (agent.actor_logstd.exp() * noise).cpu().numpy()  # perf[9]
         for t in range(T):
             # act
             obs_buffer[t] = obs
             act()
-            if pin:
-                torch.cuda.current_stream().synchronize()
+            if on_gpu:
+                torch.cuda.current_stream().synchronize()  # the one sync of a step
             env_action = (mean.numpy() + exploration[t]).reshape(N, *actions.shape)
 
             # step and store
             valid = ~done
             step_envs(envs, env_action.clip(actions.low, actions.high), raw_obs, reward, terminated, truncated)
-            obs.numpy()[:] = normalizer.obs(raw_obs)
+            obs.numpy()[:] = normalize_obs(obs_stats, raw_obs)
             done = terminated | truncated
-            env_buffer[:, t] = normalizer.reward(reward, terminated, valid), terminated, done, valid
+            scaled = normalize_reward(return_stats, discounted_return, reward, terminated, valid, args.gamma)
+            env_buffer[:, t] = scaled, terminated, done, valid
             global_step += N
             episode_return += reward
             episode_length += valid
@@ -385,29 +352,32 @@ def train(args: Args) -> dict[str, float]:
 
         # learn
         reward_buffer, terminated_buffer, done_buffer, valid_buffer = torch.as_tensor(env_buffer, device=device)
-        # perf[9] values and log-probs
+        # perf[9] evaluate the rollout in one batch, not in T single rows while acting
         obs_buffer[T] = obs
-        all_obs = torch.as_tensor(obs_buffer, device=device)
+        all_obs = obs_buffer.to(device)
         policy_mean, logstd, value = agent(all_obs)
-        action = policy_mean[:-1] + logstd.exp() * noise
-        logprob, _ = gaussian_logprob_entropy(action, policy_mean[:-1], logstd)
+        action = policy_mean[:T] + logstd.exp() * noise
+        logprob, _ = gaussian_logprob_entropy(action, policy_mean[:T], logstd)
         advantage = gae_scan(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
-        rollout = {"obs": all_obs[:-1], "action": action, "logprob": logprob, "value": value[:-1]}
-        rollout |= {"advantage": advantage, "return": advantage + value[:-1], "valid": valid_buffer}
-        for name, x in rollout.items():
-            batch.setdefault(name, x.flatten(0, 1).clone()).copy_(x.flatten(0, 1))
+        rollout = {"obs": all_obs[:T], "action": action, "logprob": logprob, "value": value[:T]}
+        rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
+        for name, x in rollout.items():  # perf[2] a graph reads fixed addresses: allocate once, then overwrite
+            batch.setdefault(name, torch.empty_like(x.flatten(0, 1))).copy_(x.flatten(0, 1))
         learning_rate = args.learning_rate * (1 - iteration / args.num_iterations if args.anneal_lr else 1)
-        lr.fill_(learning_rate)
+        lr.fill_(learning_rate)  # perf[3]
         for _ in range(args.update_epochs):
-            losses = update_epoch(torch.randperm(args.batch_size, device=device))
+            losses = update_epoch(torch.randperm(args.batch_size, device=device))  # perf[1]
             if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                 break
 
         # report
-        is_valid = batch["valid"].bool()
-        error, return_ = (batch["return"] - batch["value"])[is_valid], batch["return"][is_valid]
-        losses["explained_variance"] = 1 - error.var() / return_.var()
-        metrics = log_losses(writer, losses, global_step)
+        value, return_ = (batch[name][batch["valid"] > 0] for name in ("value", "return"))
+        losses["explained_variance"] = 1 - (return_ - value).var() / return_.var().clamp(min=1e-8)
+        metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))  # the one sync of a report
+        for name, loss in metrics.items():
+            writer.add_scalar(f"losses/{name}", loss, global_step)
+            if not math.isfinite(loss):
+                sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller --learning-rate may help.")
         report_time, previous_time = time.perf_counter(), report_time
         writer.add_scalar("charts/SPS", args.batch_size / (report_time - previous_time), global_step)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
@@ -420,9 +390,9 @@ def train(args: Args) -> dict[str, float]:
     sps = (global_step - warm_step) / (report_time - warm_time)
     metrics |= {"episodic_return": mean_return, "global_step": global_step, "SPS": sps}
     metrics["startup_seconds"] = warm_time - start_time - warm_step / sps  # what the warm-up took beyond that rate
-    summary = {"device": str(device), "compile": args.compile, "cudagraphs": args.cudagraphs, "metrics": metrics, "args": asdict(args)}
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-    progress.close(), writer.close(), [env.close() for env in envs]
+    ran = {"device": str(device), "compile": args.compile, "cudagraphs": args.cudagraphs and on_gpu}  # perf[1]
+    (run_dir / "summary.json").write_text(json.dumps({"ran": ran, "metrics": metrics, "args": asdict(args)}, indent=2))
+    progress.close(), writer.close(), [env.close() for env in envs]  # perf[13]
     return metrics
 
 
