@@ -1,5 +1,5 @@
 # /// script
-# dependencies = ["torch==2.13.0", "tensordict==0.15.3", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.37.2",
+# dependencies = ["torch==2.13.0", "tensordict==0.15.3", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1",
 #                 "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0"]
 # ///
 """PPO for continuous actions (Schulman et al. 2017, https://arxiv.org/abs/1707.06347), compiled and captured.
@@ -170,7 +170,7 @@ def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, ga
     """
     delta = reward + gamma * (1 - terminated) * value[1:] - value[:-1]
     decay = gamma * gae_lambda * (1 - done)
-    span = 1  # delta[t] holds the discounted sum of the steps t .. t + span - 1, decay[t] the discount beyond them
+    span = 1  # perf[8] delta[t] sums the discounted steps t .. t + span - 1, decay[t] discounts what follows them
     while span < len(delta):
         delta[:-span] = delta[:-span] + decay[:-span] * delta[span:]
         decay[:-span] = decay[:-span] * decay[span:]

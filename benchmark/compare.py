@@ -1,0 +1,149 @@
+"""Measures scripts in all their modes, side by side, against each other and against other libraries.
+
+    python benchmark/compare.py ppo_continuous_action --pairs 5
+
+Each measurement is a fresh process (measure.py). The modes take turns, A B C, A B C, ..., so that a machine whose
+speed drifts slows all of them; ratios are taken within a turn. Prints a table; writes OUT/SCRIPT.json and .png.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import tyro
+from measure import MODES, PEERS, ROOT
+
+SCRIPTS = {  # script -> (env, steps of one run)
+    "ppo_continuous_action": ("HalfCheetah-v4", 40_960),
+}
+
+
+@dataclass
+class Args:
+    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(SCRIPTS)
+    steps: int | None = None  # env steps of each run; default: the script's own
+    pairs: int = 3  # turns of all modes
+    modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
+    peers: bool = True  # measure the other libraries that are installed
+    out: Path = Path("runs/compare")  # where the JSON and the picture go
+
+
+def gpu_name() -> str | None:
+    """The first GPU's name, without importing torch."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def machine() -> dict:
+    """What a figure depends on besides the code."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "gpu": gpu_name(),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "commit": git.stdout.strip() or None,
+        "date": date.today().isoformat(),
+    }
+
+
+def measure(script: str, mode: str, steps: int, env_id: str, seed: int) -> dict:
+    """One run in a fresh process; its progress bar passes through."""
+    command = [sys.executable, "-W", "ignore", Path(__file__).parent / "measure.py", script, "--mode", mode]
+    command += ["--steps", steps, "--env-id", env_id, "--seed", seed]
+    with tempfile.TemporaryDirectory() as cache:  # an empty compiler cache: start-up is reported cold
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        process = subprocess.run([str(c) for c in command], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    if process.returncode:
+        sys.exit(f"error: {mode} of {script} failed with exit code {process.returncode}")
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def interval(values: list[float]) -> list[float]:
+    """Median and its 95 % bootstrap interval: [median, low, high]."""
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(values, size=(10_000, len(values))), axis=1)
+    return [float(np.median(values)), *np.quantile(medians, [0.025, 0.975]).tolist()]
+
+
+def summarise(runs: dict[str, list[dict]]) -> list[dict]:
+    """One row a mode. The ratio is to the first mode (eager), taken turn by turn."""
+    base = next(iter(runs.values()))
+    rows = []
+    for mode, results in runs.items():
+        row = {"mode": mode, "sps": interval([r["SPS"] for r in results])}
+        row["ratio"] = interval([r["SPS"] / b["SPS"] for r, b in zip(results, base, strict=True)])
+        for key in ("startup_seconds", "host_mb", "device_mb", "gpu_utilisation", "env_share"):
+            values = [r[key] for r in results]
+            row[key] = None if None in values else float(np.median(values))
+        rows.append(row | {"runs": results})
+    return rows
+
+
+def text_table(rows: list[dict]) -> str:
+    header = ["mode", "steps/s", "95 % interval", "x eager", "start-up s", "host MB", "GPU MB", "GPU %", "env %"]
+    cells = [header]
+    for row in rows:
+        (sps, low, high), none = row["sps"], "-"
+        cells.append([
+            row["mode"], f"{sps:,.0f}", f"{low:,.0f} - {high:,.0f}", f"{row['ratio'][0]:.2f}",
+            f"{max(row['startup_seconds'], 0):.1f}", f"{row['host_mb']:,.0f}",
+            none if row["device_mb"] is None else f"{row['device_mb']:,.0f}",
+            none if row["gpu_utilisation"] is None else f"{row['gpu_utilisation']:.0f}",
+            f"{100 * row['env_share']:.0f}",
+        ])  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def main(args: Args):
+    from plot import bars  # after the command line is checked: matplotlib is slow to import
+
+    here = machine()
+    modes = [mode for mode in MODES if here["gpu"] or "cudagraphs" not in mode]
+    args.out.mkdir(parents=True, exist_ok=True)
+    for script in args.scripts:
+        if script not in SCRIPTS:
+            sys.exit(f"error: no script {script!r}; there are: {', '.join(SCRIPTS)}")
+        env_id, steps = SCRIPTS[script]
+        peers = [name for name, (package, _) in PEERS.get(script, {}).items() if importlib.util.find_spec(package)]
+        chosen = [m for m in modes + (peers if args.peers else []) if not args.modes or m in args.modes]
+        print(f"{script} on {env_id}: {', '.join(chosen)}; {args.pairs} turns of {args.steps or steps:,} steps each")
+        runs = {mode: [] for mode in chosen}
+        for turn in range(args.pairs):
+            for mode in chosen:
+                runs[mode].append(measure(script, mode, args.steps or steps, env_id, seed=turn + 1))
+        rows = summarise(runs)
+        report = {"script": script, "env_id": env_id, "steps": args.steps or steps, "machine": here, "modes": rows}
+        path = args.out / f"{script}.json"
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        bars([report], path.with_suffix(".png"))
+        cores = f"{here['cpu']}, {here['cores']} cores" + (f", {here['gpu']}" if here["gpu"] else "")
+        print(f"\n{script}, {env_id} ({cores}, torch {here['torch']})\n{text_table(rows)}\n")
+        print(path, path.with_suffix(".png"), sep="\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

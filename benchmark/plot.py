@@ -1,0 +1,203 @@
+"""Draws what benchmark/results holds, and writes its numbers into README.md and docs/.
+
+    python benchmark/plot.py            # results/*.png, and every block between <!-- NAME --> and <!-- end -->
+    python benchmark/plot.py --check    # change nothing; exit code 1 if a block does not show the results
+
+No number in the documents is typed: a block is one of the functions in BLOCKS.
+"""
+
+import csv
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OURS, PEER = "#2b6cb0", "#a0aec0"
+
+
+def bars(reports: list[dict], path: Path):
+    """One panel a script: steps/s of each mode, with its 95 % interval and its ratio to eager."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = sum(len(report["modes"]) for report in reports)
+    heights = [len(report["modes"]) for report in reports]
+    figure, panels = plt.subplots(
+        len(reports), 1, figsize=(8, 0.7 + 0.34 * rows + 0.5 * len(reports)), squeeze=False, height_ratios=heights
+    )
+    for panel, report in zip(panels[:, 0], reports, strict=True):
+        names = [row["mode"] for row in report["modes"]]
+        speeds = [row["sps"][0] for row in report["modes"]]
+        errors = [[s - row["sps"][1], row["sps"][2] - s] for s, row in zip(speeds, report["modes"], strict=True)]
+        colors = [OURS if is_ours(name) else PEER for name in names]
+        panel.barh(names, speeds, xerr=list(zip(*errors, strict=True)), color=colors, error_kw={"lw": 1})
+        for y, row in enumerate(report["modes"]):
+            panel.text(
+                row["sps"][2] + max(speeds) * 0.01, y, f"{row['sps'][0]:,.0f}  ({row['ratio'][0]:.2f} x)", va="center"
+            )
+        panel.invert_yaxis()
+        panel.set_xlim(0, max(row["sps"][2] for row in report["modes"]) * 1.2)
+        panel.set_title(f"{report['script']}, {report['env_id']}: steps/s", loc="left", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    where = reports[0]["machine"]
+    figure.supxlabel(f"{where['gpu'] or where['cpu']}, {where['cores']} cores, torch {where['torch']}", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def is_ours(mode: str) -> bool:
+    return mode.split("+")[0] in ("eager", "twin", "compile", "cudagraphs")
+
+
+def curves(path: Path):
+    """One row an environment: return against steps and against wall-clock minutes, a thin line a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    files = sorted((RESULTS / "curves").glob("*.csv"))
+    panels_of = defaultdict(list)
+    for file in files:
+        script, env_id, mode = file.stem.split("__")
+        panels_of[script, env_id].append((mode, read_csv(file)))
+    figure, panels = plt.subplots(len(panels_of), 2, figsize=(9, 2.6 * len(panels_of)), squeeze=False)
+    for (left, right), ((script, env_id), runs) in zip(panels, panels_of.items(), strict=True):
+        for mode, rows in runs:
+            color = "#c05621" if mode == "eager" else OURS
+            for i, seed in enumerate(dict.fromkeys(row["seed"] for row in rows)):
+                own = [row for row in rows if row["seed"] == seed]
+                returns, label = [float(row["episodic_return"]) for row in own], mode if i == 0 else None
+                left.plot([int(row["step"]) for row in own], returns, color=color, lw=1, label=label)
+                right.plot([float(row["seconds"]) / 60 for row in own], returns, color=color, lw=1)
+        for published in read_csv(ROOT / "benchmark" / "published.csv"):
+            if (published["script"], published["env_id"]) == (script, env_id):
+                mean, std = float(published["mean"]), float(published["std"])
+                for panel in (left, right):
+                    panel.axhspan(mean - std, mean + std, color="#718096", alpha=0.2, lw=0)
+                left.plot([], [], color="#718096", alpha=0.4, lw=6, label="published, final")
+        left.set_title(f"{script}, {env_id}", loc="left", fontsize=9)
+        left.set_xlabel("environment steps", fontsize=8)
+        right.set_xlabel("minutes", fontsize=8)
+        left.legend(fontsize=7, frameon=False)
+        for panel in (left, right):
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.tick_params(labelsize=7)
+    figure.supylabel("mean episodic return", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.open())) if path.exists() else []
+
+
+def speed_reports(folder: str) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))]
+
+
+def speed_block(folder: str = "cpu") -> str:
+    """Markdown: a table a script, of all modes and peers."""
+    lines = []
+    for report in speed_reports(folder):
+        where = report["machine"]
+        lines += [
+            f"`{report['script']}` on {report['env_id']}, {report['steps']:,} steps a run, "
+            f"{len(report['modes'][0]['runs'])} turns ({where['gpu'] or where['cpu']}, {where['cores']} cores, "
+            f"torch {where['torch']}, {where['date']}):",
+            "",
+            "| mode | steps/s | 95 % interval | ratio to eager | start-up, cold | host memory | in the simulator |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in report["modes"]:
+            (sps, low, high), ratio = row["sps"], row["ratio"]
+            lines.append(
+                f"| {row['mode']} | {sps:,.0f} | {low:,.0f} - {high:,.0f} "
+                f"| {ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f}) | {max(row['startup_seconds'], 0):.0f} s "
+                f"| {row['host_mb']:,.0f} MB | {100 * row['env_share']:.0f} % |"
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def best_block(folder: str = "cpu") -> str:
+    """Markdown: one line a script, compiled against eager and against the fastest peer, and its returns."""
+    lines = ["| script | environment | eager | compiled | fastest peer | return after training (published) |"]
+    lines.append("|---|---|---|---|---|---|")
+    for report in speed_reports(folder):
+        rows = {row["mode"]: row for row in report["modes"]}
+        ours = max((row for mode, row in rows.items() if is_ours(mode)), key=lambda row: row["sps"][0])
+        peers = [row for mode, row in rows.items() if not is_ours(mode)]
+        peer = max(peers, key=lambda row: row["sps"][0])
+        finals = [
+            f"{env} {mean} ({published})" if published else f"{env} {mean}"
+            for script, env, _, mode, _, mean, published in return_rows()
+            if script == report["script"] and mode != "eager"
+        ]
+        lines.append(
+            f"| {report['script']} | {report['env_id']} | {rows['eager']['sps'][0]:,.0f} | **{ours['sps'][0]:,.0f}** "
+            f"({ours['ratio'][0]:.1f} x eager, {ours['sps'][0] / peer['sps'][0]:.1f} x peer) | "
+            f"{peer['sps'][0]:,.0f} ({peer['mode']}) | {'<br>'.join(finals)} |"
+        )
+    return "\n".join(lines)
+
+
+def return_rows() -> list[tuple]:
+    """(script, env_id, steps, mode, seeds, mean ± std, published) for each group of recorded runs."""
+    import numpy as np
+
+    published = read_csv(ROOT / "benchmark" / "published.csv")
+    theirs = {
+        (p["script"], p["env_id"], p["steps"]): f"{float(p['mean']):,.0f} ± {float(p['std']):,.0f}" for p in published
+    }
+    groups = defaultdict(dict)
+    for run in read_csv(RESULTS / "returns.csv"):
+        groups[run["script"], run["env_id"], run["steps"], run["mode"]][run["seed"]] = float(run["episodic_return"])
+    rows = []
+    for (script, env_id, steps, mode), returns in groups.items():
+        values = np.array(list(returns.values()))
+        spread = f" ± {values.std(ddof=1):,.0f}" if len(values) > 1 else ""
+        beside = theirs.get((script, env_id, steps), "")
+        rows.append((script, env_id, steps, mode, " ".join(returns), f"{values.mean():,.0f}{spread}", beside))
+    return rows
+
+
+def returns_block() -> str:
+    """Markdown: mean and standard deviation over seeds, beside the published ones."""
+    lines = ["| script | environment | steps | mode | seeds | return | published |", "|---|---|---|---|---|---|---|"]
+    for script, env_id, steps, *rest in return_rows():
+        lines.append(f"| {script} | {env_id} | {int(steps):,} | " + " | ".join(rest) + " |")
+    return "\n".join(lines)
+
+
+BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "returns": returns_block}
+
+
+def main(check: bool):
+    stale = []
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for name, block in BLOCKS.items():
+            pattern = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
+            text = re.sub(pattern, lambda match, block=block: match[1] + block() + match[2], text, flags=re.DOTALL)
+        if text != path.read_text():
+            stale.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.write_text(text)
+    if check:
+        sys.exit(f"error: {', '.join(stale)} do not show benchmark/results; run benchmark/plot.py" if stale else 0)
+    bars(speed_reports("cpu"), RESULTS / "speed.png")
+    curves(RESULTS / "returns.png")
+    print("updated:", ", ".join(stale) or "nothing", "- drew results/speed.png and results/returns.png")
+
+
+if __name__ == "__main__":
+    main(check="--check" in sys.argv[1:])

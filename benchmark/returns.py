@@ -1,0 +1,106 @@
+"""Trains seeds to the end and records their learning curves.
+
+    python benchmark/returns.py ppo_continuous_action --env-ids HalfCheetah-v4 Hopper-v4 --seeds 1 2 3 --mode compile
+    python benchmark/returns.py --table          # the recorded returns beside the published ones, as Markdown
+
+Each run appends one row to results/returns.csv (the mean return of its last 100 training episodes) and its curve, in
+100 bins, to results/curves/SCRIPT__ENV__MODE.csv. A run that is recorded already is not repeated: an interrupted
+sweep goes on where it stopped.
+"""
+
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import tyro
+from compare import machine
+from measure import MODES, ROOT
+from plot import RESULTS, read_csv, returns_block
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+BINS = 100
+
+
+@dataclass
+class Args:
+    script: tyro.conf.Positional[str] = "ppo_continuous_action"  # of the eager file; --mode picks the twin
+    env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
+    seeds: tuple[int, ...] = (1, 2, 3)
+    mode: str = "compile"  # one of compare.py's
+    total_timesteps: int = 1_000_000
+    table: bool = False  # print the table of what is recorded, and stop
+
+
+def append_csv(path: Path, rows: list[dict]):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def learning_curve(run_dir: Path, total_timesteps: int) -> list[dict]:
+    """Mean episodic return of each of 100 equal bins of steps that saw an episode end, with the wall-clock seconds."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    episodes = events.Scalars("charts/episodic_return")
+    step, value = np.array([e.step for e in episodes]), np.array([e.value for e in episodes])
+    seconds = np.array([e.wall_time for e in episodes]) - events.FirstEventTimestamp()
+    bins = np.minimum((step - 1) * BINS // total_timesteps, BINS - 1)
+    return [
+        {
+            "step": (b + 1) * total_timesteps // BINS,
+            "seconds": f"{seconds[bins == b].max():.1f}",
+            "episodes": (bins == b).sum(),
+            "episodic_return": f"{value[bins == b].mean():.2f}",
+        }
+        for b in np.unique(bins)
+    ]
+
+
+def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
+    """Trains in a fresh process and records the outcome."""
+    suffix, flags = MODES[mode]
+    command = [sys.executable, "-W", "ignore", ROOT / "leanrl" / f"{script}{suffix}.py", *flags]
+    command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([str(part) for part in command], cwd=folder, check=True)
+        (run_dir,) = Path(folder, "runs").iterdir()
+        summary = json.loads((run_dir / "summary.json").read_text())
+        curve = learning_curve(run_dir, total_timesteps)
+    key = {"script": script, "env_id": env_id, "mode": mode, "seed": seed}
+    name = f"{script}__{env_id}__{mode}.csv".replace("/", "_")
+    append_csv(RESULTS / "curves" / name, [{"seed": seed} | row for row in curve])
+    metrics, here = summary["metrics"], machine()
+    row = key | {
+        "steps": total_timesteps,
+        "episodic_return": f"{metrics['episodic_return']:.2f}",
+        "minutes": f"{float(curve[-1]['seconds']) / 60:.1f}",
+        "device": here["gpu"] or here["cpu"],
+        "torch": here["torch"],
+        "commit": here["commit"],
+        "date": date.today().isoformat(),
+    }
+    append_csv(RESULTS / "returns.csv", [row])
+
+
+def main(args: Args):
+    done = {(r["script"], r["env_id"], r["mode"], r["seed"], r["steps"]) for r in read_csv(RESULTS / "returns.csv")}
+    for env_id in args.env_ids:
+        for seed in args.seeds:
+            if (args.script, env_id, args.mode, str(seed), str(args.total_timesteps)) in done:
+                print(f"recorded already: {args.script} {env_id} {args.mode} seed {seed}")
+            elif not args.table:
+                run(args.script, env_id, seed, args.mode, args.total_timesteps)
+    print(returns_block())
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,122 @@
+"""What the tests share: scripts as modules, training in a throw-away folder, a scripted environment."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "leanrl"))
+SCRIPTS = sorted(path.stem for path in (ROOT / "leanrl").glob("*.py"))
+TWINS = [(name.removesuffix("_torchcompile"), name) for name in SCRIPTS if name.endswith("_torchcompile")]
+PPO_CONTINUOUS = ["ppo_continuous_action", "ppo_continuous_action_torchcompile"]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "cuda" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """Every test writes its runs to a folder of its own and leaves torch as it found it."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def train(monkeypatch, name: str, **args) -> SimpleNamespace:
+    """Trains on the CPU unless told otherwise: metrics, final parameters by name, and the run folder."""
+    script, agents = load(name), []
+
+    class SpiedAgent(script.Agent):
+        def __init__(self, *dims):
+            super().__init__(*dims)
+            agents.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "Agent", SpiedAgent)
+        metrics = script.train(script.Args(**({"device": "cpu"} | args)))
+    (run_dir,) = Path("runs").iterdir()
+    run_dir = run_dir.rename(f"run{len(list(Path().iterdir()))}")
+    parameters = {k: p.detach().cpu().clone() for k, p in agents[0].named_parameters()}
+    return SimpleNamespace(metrics=metrics, parameters=parameters, run_dir=run_dir)
+
+
+def largest_difference(a: SimpleNamespace, b: SimpleNamespace) -> float:
+    return max((a.parameters[k] - b.parameters[k]).abs().max().item() for k in a.parameters)
+
+
+class ScriptedEnv(gym.Env):
+    """Episodes that are known in advance. An observation is (env, episode, step); step k of episode e pays 10 e + k.
+
+    Env 0 ends its episodes after 2 (terminated), 3 (truncated), 1 (both) steps and so on; env 1 after 4 (truncated),
+    2 (terminated). The env is told which it is by the last digit of its first seed.
+    """
+
+    ENDS = (((2, True, False), (3, False, True), (1, True, True)), ((4, False, True), (2, True, False)))
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gym.spaces.Box(np.array([-0.5, -3.0], np.float32), np.array([0.1, np.inf], np.float32))
+    actions: list[np.ndarray] = []
+    seeds: list[int | None] = []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seeds.append(seed)
+        if seed is not None:
+            self.index, self.episode = seed % 10, -1
+        self.episode, self.step_in_episode = self.episode + 1, 0
+        return self.observe(), {}
+
+    def observe(self):
+        return np.array([self.index, self.episode, self.step_in_episode], np.float32)
+
+    def step(self, action):
+        self.actions.append(np.array(action))
+        self.step_in_episode += 1
+        ends = self.ENDS[self.index]
+        length, terminates, truncates = ends[self.episode % len(ends)]
+        over = self.step_in_episode == length
+        reward = 10.0 * self.episode + self.step_in_episode
+        return self.observe(), reward, over and terminates, over and truncates, {}
+
+
+class DictEnv(gym.Env):
+    """Observes a dictionary, acts in a matrix, ends by truncation after 5 steps."""
+
+    observation_space = gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (2, 2)), "b": gym.spaces.Discrete(3)})
+    action_space = gym.spaces.Box(-1, 1, (2, 2))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return {"a": self.np_random.random((2, 2), np.float32), "b": 1}, {}
+
+    def step(self, action):
+        assert action.shape == (2, 2)
+        self.t += 1
+        return {"a": self.np_random.random((2, 2), np.float32), "b": 2}, 1.0, False, self.t == 5, {}
+
+
+class NanEnv(DictEnv):
+    """Pays a reward that is not a number."""
+
+    def step(self, action):
+        obs, _, terminated, truncated, info = super().step(action)
+        return obs, float("nan"), terminated, truncated, info
+
+
+for env in (ScriptedEnv, DictEnv, NanEnv):
+    gym.register(env.__name__ + "-v0", entry_point=env, disable_env_checker=True)

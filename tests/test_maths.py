@@ -1,0 +1,138 @@
+"""Each formula against an independent one: a plain loop, a library, or numbers worked out by hand."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import PPO_CONTINUOUS, load
+
+EAGER, TWIN = PPO_CONTINUOUS
+
+
+@pytest.mark.parametrize(("script", "function"), [(EAGER, "gae"), (TWIN, "gae_scan")])
+def test_gae_by_hand(script, function):
+    """gamma = 0.5, lambda = 0.5: a step, a termination, a reset row, a truncation, a reset row, a last step."""
+    reward = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.0, 8.0])
+    value = torch.tensor([10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0])
+    terminated = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    done = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    advantage = getattr(load(script), function)(*(x[:, None] for x in (reward, value, terminated, done)), 0.5, 0.5)
+    # 5: 8 + 35 - 60 = -17; 4: 0 + 30 - 50 - 17/4 = -24.25; 3: 4 + 25 - 40 = -11 (bootstraps 50, trace cut);
+    # 2: 0 + 20 - 30 - 11/4 = -12.75; 1: 2 - 20 = -18 (terminated); 0: 1 + 10 - 10 - 18/4 = -3.5
+    assert advantage.squeeze(1).tolist() == [-3.5, -18.0, -12.75, -11.0, -24.25, -17.0]
+
+
+@pytest.mark.parametrize(("script", "function"), [(EAGER, "gae"), (TWIN, "gae_scan")])
+@pytest.mark.parametrize("T", [1, 2, 37, 2048])
+def test_gae_against_a_plain_loop(script, function, T):
+    rng = np.random.default_rng(T)
+    reward, terminated = rng.normal(size=(T, 3)), rng.random((T, 3)) < 0.05
+    done, value = terminated | (rng.random((T, 3)) < 0.05), rng.normal(size=(T + 1, 3))
+    expected = np.zeros((T + 1, 3))
+    for t in reversed(range(T)):
+        for n in range(3):
+            bootstrap = 0.0 if terminated[t, n] else value[t + 1, n]
+            trace = 0.0 if done[t, n] else expected[t + 1, n]
+            expected[t, n] = reward[t, n] + 0.99 * bootstrap - value[t, n] + 0.99 * 0.95 * trace
+    tensors = [torch.tensor(x, dtype=torch.float64) for x in (reward, value, terminated, done)]
+    copies = [x.clone() for x in tensors]
+    torch.testing.assert_close(getattr(load(script), function)(*tensors, 0.99, 0.95), torch.tensor(expected[:-1]))
+    assert all(torch.equal(x, copy) for x, copy in zip(tensors, copies, strict=True))  # the inputs are left alone
+
+
+def test_gaussian_against_torch():
+    mean, logstd, action = torch.randn(5, 3), torch.randn(3), torch.randn(5, 3)
+    logprob, entropy = load(EAGER).gaussian_logprob_entropy(action, mean, logstd)
+    reference = torch.distributions.Normal(mean, logstd.exp().expand_as(mean))
+    torch.testing.assert_close(logprob, reference.log_prob(action).sum(-1))
+    torch.testing.assert_close(entropy, reference.entropy().sum(-1)[0])
+
+
+@pytest.mark.parametrize("clip_vloss", [True, False])
+def test_ppo_loss_ignores_masked_rows_and_equals_the_textbook(clip_vloss):
+    script, rng = load(EAGER), torch.Generator().manual_seed(0)
+    rows = {name: torch.randn(64, generator=rng) for name in ("logprob", "value", "advantage", "return")}
+    batch = rows | {"valid": (torch.rand(64, generator=rng) < 0.8).float()}
+    logprob, value = (torch.randn(64, generator=rng) * 0.3 + rows[name] for name in ("logprob", "value"))
+    args = script.Args(ent_coef=0.01, clip_vloss=clip_vloss)
+    loss, losses = script.ppo_loss(logprob, torch.tensor(1.5), value, batch, args)
+
+    keep = batch["valid"] > 0
+    advantage = (rows["advantage"][keep] - rows["advantage"][keep].mean()) / (rows["advantage"][keep].std() + 1e-8)
+    ratio = (logprob - rows["logprob"])[keep].exp()
+    policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    error = (value - rows["return"])[keep] ** 2
+    clipped = rows["value"][keep] + (value - rows["value"])[keep].clamp(-0.2, 0.2)
+    if clip_vloss:
+        error = torch.maximum(error, (clipped - rows["return"][keep]) ** 2)
+    torch.testing.assert_close(loss, policy_loss - 0.01 * 1.5 + 0.5 * 0.5 * error.mean())
+    torch.testing.assert_close(losses["approx_kl"], (ratio - 1 - ratio.log()).mean())
+    torch.testing.assert_close(losses["old_approx_kl"], -ratio.log().mean())
+    torch.testing.assert_close(losses["clipfrac"], ((ratio - 1).abs() > 0.2).float().mean())
+
+
+def test_adam_against_torch():
+    script = load(TWIN)
+    param = torch.randn(50)
+    reference = torch.nn.Parameter(param.clone())
+    optimizer = torch.optim.Adam([reference], lr=1e-2, eps=1e-5)
+    state = torch.zeros(50), torch.zeros(50), torch.zeros(())
+    for i in range(200):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (i + 1)  # a changing rate, as with annealing
+        reference.grad = torch.randn(50) * 10.0 ** (i % 5 - 2)
+        optimizer.step()
+        script.adam_(param, reference.grad, *state, torch.tensor(1e-2 / (i + 1)), eps=1e-5)
+    torch.testing.assert_close(param, reference.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_unflatten_gives_views_by_name():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    flat = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    views = load(TWIN).unflatten(flat, shapes)
+    assert all(torch.equal(views[name], p) for name, p in module.named_parameters())
+    flat.zero_()
+    assert not any(view.any() for view in views.values())
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_normalisers_equal_gymnasiums(num_envs):
+    """On an env with terminations and truncations, reset rows included, for 300 steps."""
+    script = load(EAGER)
+
+    def make():
+        env_fns = [lambda: gym.make("ScriptedEnv-v0")] * num_envs
+        return gym.vector.SyncVectorEnv(env_fns, autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+
+    plain = make()
+    wrapped = gym.wrappers.vector.NormalizeReward(gym.wrappers.vector.NormalizeObservation(make()), gamma=0.9)
+    obs_stats, return_stats, returns = script.RunningMeanStd(3), script.RunningMeanStd(), np.zeros(num_envs)
+    seeds = [0, 1, 10][:num_envs]
+    obs, _ = plain.reset(seed=seeds)
+    theirs, _ = wrapped.reset(seed=seeds)
+    np.testing.assert_allclose(script.normalize_obs(obs_stats, obs), np.clip(theirs, -10, 10), rtol=1e-5, atol=1e-6)
+    done, action = np.zeros(num_envs, bool), np.zeros((num_envs, 2), np.float32)
+    for _ in range(300):
+        obs, reward, terminated, truncated, _ = plain.step(action)
+        theirs, their_reward, *_ = wrapped.step(action)
+        ours = script.normalize_obs(obs_stats, obs)
+        our_reward = script.normalize_reward(return_stats, returns, reward, terminated, ~done, 0.9)
+        done = terminated | truncated
+        np.testing.assert_allclose(ours, np.clip(theirs, -10, 10), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(our_reward, np.clip(their_reward, -10, 10), rtol=1e-5)
+
+
+def test_single_env_normalisers_equal_gymnasiums():
+    script, env = load(EAGER), gym.make("Pendulum-v1")
+    wrapped = gym.wrappers.NormalizeReward(gym.wrappers.NormalizeObservation(gym.make("Pendulum-v1")), gamma=0.99)
+    obs_stats, return_stats, returns = script.RunningMeanStd(3), script.RunningMeanStd(), np.zeros(1)
+    obs, theirs = env.reset(seed=1)[0], wrapped.reset(seed=1)[0]
+    script.normalize_obs(obs_stats, obs[None])
+    for i in range(150):
+        action = np.array([np.sin(i)], np.float32)
+        obs, reward, terminated, _, _ = env.step(action)
+        theirs, their_reward, *_ = wrapped.step(action)
+        np.testing.assert_allclose(script.normalize_obs(obs_stats, obs[None])[0], theirs, rtol=1e-4, atol=1e-5)
+        flags = np.array([terminated]), np.array([True])
+        ours = script.normalize_reward(return_stats, returns, np.array([reward]), *flags, 0.99)
+        np.testing.assert_allclose(ours[0], their_reward, rtol=1e-5)

@@ -1,0 +1,148 @@
+"""What a user sees of a run: its folder, its determinism, its refusals."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import PPO_CONTINUOUS, ROOT, load, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+TINY = {"env_id": "Pendulum-v1", "num_steps": 256, "num_minibatches": 4, "update_epochs": 2, "total_timesteps": 1024}
+LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "explained_variance"]
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_run_folder_holds_events_and_summary(monkeypatch, name):
+    run = train(monkeypatch, name, **TINY, num_envs=2)
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["metrics"] == run.metrics
+    assert summary["ran"] == {"device": "cpu", "compile": False, "cudagraphs": False}
+    assert summary["args"]["env_id"] == "Pendulum-v1" and summary["args"]["exp_name"] == name
+    assert run.metrics["global_step"] == 1024
+    assert all(torch.isfinite(torch.tensor(value)) for value in run.metrics.values())
+    assert run.metrics["SPS"] > 10 and -1600 * 1.3 < run.metrics["episodic_return"] < 0  # 200 steps of at worst -16.3
+    events = EventAccumulator(str(run.run_dir)).Reload()
+    keys = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/learning_rate"}
+    assert set(events.Tags()["scalars"]) == keys | {f"losses/{loss}" for loss in LOSSES}
+    assert [e.step for e in events.Scalars("losses/value_loss")] == [512, 1024]
+    assert [e.value for e in events.Scalars("charts/learning_rate")] == pytest.approx([3e-4, 1.5e-4])
+    assert all(e.value == 200 for e in events.Scalars("charts/episodic_length"))
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_same_seed_same_numbers_other_seed_others(monkeypatch, name):
+    a, b, c = (train(monkeypatch, name, **TINY, seed=seed).parameters for seed in (7, 7, 8))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert not all(torch.equal(a[k], c[k]) for k in a)
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_target_kl_ends_the_epochs_after_the_first_that_exceeds_it(monkeypatch, name):
+    script, calls = load(name), []
+    original = script.ppo_loss
+    monkeypatch.setattr(script, "ppo_loss", lambda *args: calls.append(1) or original(*args))
+    train(monkeypatch, name, **TINY | {"update_epochs": 5, "total_timesteps": 256}, target_kl=-1.0)
+    assert len(calls) == 4  # one epoch of 4 minibatches, not one minibatch
+    train(monkeypatch, name, **TINY | {"update_epochs": 5, "total_timesteps": 256}, target_kl=1e9)
+    assert len(calls) == 4 + 20
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_dict_observations_and_matrix_actions(monkeypatch, name):
+    run = train(monkeypatch, name, **TINY | {"env_id": "DictEnv-v0"})
+    assert run.parameters["actor_mean.0.weight"].shape == (64, 4 + 3)
+    assert run.parameters["actor_logstd"].shape == (4,)
+    assert run.metrics["episodic_return"] == 5
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_ids_of_a_users_own_package(monkeypatch, name, own_folder):
+    (own_folder / "my_package.py").write_text(
+        "import gymnasium as gym\n"
+        "gym.register('Mine-v0', entry_point='gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=50)\n"
+    )
+    monkeypatch.syspath_prepend(str(own_folder))
+    run = train(monkeypatch, name, **TINY | {"env_id": "my_package:Mine-v0"})
+    assert json.loads((run.run_dir / "summary.json").read_text())["args"]["env_id"] == "my_package:Mine-v0"
+
+
+BAD = {
+    "unknown env": ({"env_id": "HalfCheeta-v4"}, "HalfCheetah-v4"),
+    "unknown package": ({"env_id": "no_such_package:Mine-v0"}, "no_such_package"),
+    "discrete actions": ({"env_id": "CartPole-v1"}, "Discrete(2)"),
+    "sizes that do not divide": ({"num_minibatches": 7}, "num-minibatches"),
+    "no env": ({"num_envs": 0}, "num_envs"),
+    "less than a rollout": ({"total_timesteps": 100}, "total-timesteps"),
+    "unknown device": ({"device": "gpu"}, "gpu"),
+    "absent device": ({"device": "cuda:99"}, "cuda:99"),
+}
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_sentence_and_exit_code_2(name, case, capsys):
+    args, word = BAD[case]
+    script = load(name)
+    with pytest.raises(SystemExit) as exit:
+        script.train(script.Args(**TINY | args))
+    message = capsys.readouterr().err.strip()
+    assert exit.value.code == 2
+    assert message.startswith("error: ") and word in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_unwritable_runs_folder(name, capsys, own_folder):
+    (own_folder / "runs").write_text("a file where the folder should be")
+    script = load(name)
+    with pytest.raises(SystemExit) as exit:
+        script.train(script.Args(**TINY))
+    assert exit.value.code == 2 and "runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_a_loss_that_is_not_finite_ends_the_run_by_name_and_step(monkeypatch, name):
+    with pytest.raises(SystemExit, match=r"losses/\w+ is nan at step 256") as exit:
+        train(monkeypatch, name, **TINY | {"env_id": "NanEnv-v0"})
+    assert exit.value.code not in (0, None)
+
+
+def command(*parts, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *map(str, parts)], capture_output=True, text=True, timeout=280, **kwargs)
+
+
+def test_a_mistyped_flag_is_told_what_to_type():
+    process = command(ROOT / "leanrl" / "ppo_continuous_action.py", "--learning-rat", "1")
+    assert process.returncode == 2
+    assert "--learning-rate" in process.stderr and "Traceback" not in process.stderr
+
+
+@pytest.mark.slow
+def test_a_copied_twin_trains_alone(own_folder):
+    copy = shutil.copy(ROOT / "leanrl" / "ppo_continuous_action_torchcompile.py", own_folder)
+    process = command(copy, "--compile", "--total-timesteps", 20_480, cwd=own_folder)
+    assert process.returncode == 0, process.stderr
+    (summary,) = (own_folder / "runs").glob("HalfCheetah-v4__ppo_continuous_action_torchcompile__1__*/summary.json")
+    assert json.loads(summary.read_text())["metrics"]["global_step"] == 20_480
+
+
+@pytest.mark.slow
+def test_tracking_offline(own_folder):
+    flags = ["--track", "--env-id", "Pendulum-v1", "--num-steps", 256, "--total-timesteps", 512]
+    env = os.environ | {"WANDB_MODE": "offline"}
+    process = command(ROOT / "leanrl" / "ppo_continuous_action.py", *flags, cwd=own_folder, env=env)
+    assert process.returncode == 0, process.stderr
+    assert list((own_folder / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_wandb_is_not_imported_without_track(own_folder):
+    code = (
+        "import sys; import ppo_continuous_action as script;"
+        "script.train(script.Args(env_id='Pendulum-v1', num_steps=256, total_timesteps=256));"
+        "assert 'wandb' not in sys.modules"
+    )
+    process = command("-c", code, cwd=own_folder, env=os.environ | {"PYTHONPATH": str(ROOT / "leanrl")})
+    assert process.returncode == 0, process.stderr

@@ -1,0 +1,118 @@
+"""The scripts' own loops on episodes known in advance: what they store, mask, bootstrap and count."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import PPO_CONTINUOUS, ScriptedEnv, load, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+# One env, 2 rollouts of 5 steps. Episodes: 2 steps (terminated), 3 (truncated), 1 (terminated and truncated), 2, ...
+# Each end is followed by a row that only resets. Rewards: 1 2 | 0 | 11 12 13 | 0 | 21 | 0 | 31
+REWARD = [[1, 2, 0, 11, 12], [13, 0, 21, 0, 31]]
+TERMINATED = [[0, 1, 0, 0, 0], [0, 0, 1, 0, 0]]
+DONE = [[0, 1, 0, 0, 0], [1, 0, 1, 0, 0]]
+VALID = [[1, 1, 0, 1, 1], [1, 0, 1, 0, 1]]
+OBS = [  # (env, episode, step)
+    [[0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 1, 1]],
+    [[0, 1, 2], [0, 1, 3], [0, 2, 0], [0, 2, 1], [0, 3, 0]],
+]
+
+
+def record(monkeypatch, name: str, **args):
+    """Trains with the normalisers off and a known critic, V(s) = 100 episode + 10 step; returns what GAE was given and
+    gave, and the rows of the batches in the order in which the env made them."""
+    script, calls, batches = load(name), [], []
+    gae_name = "gae" if hasattr(script, "gae") else "gae_scan"
+    original_gae, original_loss, original_forward = getattr(script, gae_name), script.ppo_loss, script.Agent.forward
+
+    def spied_gae(*inputs):
+        result = original_gae(*inputs)
+        calls.append([x.clone() if isinstance(x, torch.Tensor) else x for x in (*inputs, result)])
+        return result
+
+    def spied_loss(logprob, entropy, value, batch, args):
+        batches.append({k: v.detach().clone() for k, v in batch.items()})
+        return original_loss(logprob, entropy, value, batch, args)
+
+    def known_value(self, obs):
+        mean, logstd, value = original_forward(self, obs)
+        return mean, logstd, value * 0 + 100 * obs[..., 1] + 10 * obs[..., 2]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, gae_name, spied_gae)
+        patch.setattr(script, "ppo_loss", spied_loss)
+        patch.setattr(script.Agent, "forward", known_value)
+        patch.setattr(script, "normalize_obs", lambda stats, obs: obs)
+        patch.setattr(script, "normalize_reward", lambda stats, returns, reward, *rest: reward)
+        patch.setattr(torch, "randperm", lambda n, device=None: torch.arange(n, device=device))
+        args = {"num_minibatches": 1, "update_epochs": 1, "learning_rate": 0.0, "env_id": "ScriptedEnv-v0"} | args
+        run = train(patch, name, **args)
+    return calls, batches, run
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_transitions_and_advantages_are_those_worked_out_by_hand(monkeypatch, name):
+    gamma, gae_lambda = 0.5, 0.5
+    calls, batches, _ = record(monkeypatch, name, num_steps=5, total_timesteps=10, gamma=gamma, gae_lambda=gae_lambda)
+    # By hand, V(s) = 100 episode + 10 step, delta = r + V'/2 - V, or r - V at a termination; the trace halves twice:
+    # rollout 1: s4 12+60-110 = -38; s3 11+55-100-38/4 = -43.5; row 2 (resets) 0+50-20-43.5/4 = 19.125;
+    #            s1 2-10 = -8 (terminated); s0 1+5-0-8/4 = 4
+    # rollout 2: s4 31+155-300 = -114; row 3 (resets) 0+150-210-114/4 = -88.5; s2 21-200 = -179 (terminated);
+    #            row 1 (resets) 0+100-130-179/4 = -74.75; s0 13+65-120 = -42 (truncated: bootstraps V = 130)
+    by_hand = [[4, -8, 19.125, -43.5, -38], [-42, -74.75, -179, -88.5, -114]]
+    for i, (reward, value, terminated, done, *_, advantage) in enumerate(calls):
+        assert reward.squeeze(1).tolist() == REWARD[i]
+        assert terminated.squeeze(1).tolist() == TERMINATED[i]
+        assert done.squeeze(1).tolist() == DONE[i]
+        assert value.squeeze(1).tolist()[:-1] == [100 * e + 10 * s for _, e, s in OBS[i]]
+        assert advantage.squeeze(1).tolist() == by_hand[i]
+        assert batches[i]["obs"].tolist() == OBS[i]
+        assert batches[i]["valid"].tolist() == VALID[i]
+        assert batches[i]["advantage"].tolist() == by_hand[i]
+        assert batches[i]["return"].tolist() == (torch.tensor(by_hand[i]) + value[:-1, 0]).tolist()
+    assert len(calls) == len(batches) == 2
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_two_envs_keep_their_own_episodes(monkeypatch, name):
+    calls, batches, run = record(monkeypatch, name, num_envs=2, num_steps=7, total_timesteps=14)
+    done = calls[0][3].T.tolist()
+    assert done == [[0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0, 1]]  # env 0: 2, reset, 3, reset; env 1: 4, reset, 2
+    assert calls[0][2].T.tolist() == [[0, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1]]
+    valid = batches[0]["valid"].view(7, 2).T.tolist()
+    assert valid == [[1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1, 1]]
+    # returns of the four episodes: 1+2, 11+12+13, 1+2+3+4, 11+12; at 4, 8, 12 and 14 steps summed over envs
+    assert run.metrics["episodic_return"] == (3 + 36 + 10 + 23) / 4
+    events = EventAccumulator(str(run.run_dir)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("charts/episodic_return")] == [
+        (4, 3),
+        (8, 10),
+        (12, 36),
+        (14, 23),
+    ]
+    assert [e.value for e in events.Scalars("charts/episodic_length")] == [2, 4, 3, 2]
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_actions_respect_each_dimensions_bounds_and_the_first_reset_alone_is_seeded(monkeypatch, name):
+    ScriptedEnv.actions.clear(), ScriptedEnv.seeds.clear()
+    record(monkeypatch, name, num_envs=2, num_steps=20, total_timesteps=40, seed=3)
+    actions = np.array(ScriptedEnv.actions)
+    assert actions[:, 0].min() == np.float32(-0.5) and actions[:, 0].max() == np.float32(0.1)
+    assert actions[:, 1].min() >= -3 and actions[:, 1].max() > 0.5
+    assert ScriptedEnv.seeds[:2] == [30_000, 30_001] and set(ScriptedEnv.seeds[2:]) == {None}
+    assert len(ScriptedEnv.seeds) > 4
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_log_probabilities_are_those_of_the_stored_actions(monkeypatch, name):
+    _, batches, _ = record(monkeypatch, name, num_steps=64, total_timesteps=64)
+    script = load(name)
+    torch.manual_seed(1)
+    agent = script.Agent(3, 2)  # as train() made it: the learning rate is 0, so it has not changed
+    mean, logstd, _ = agent(batches[0]["obs"])
+    expected = torch.distributions.Normal(mean, logstd.exp().expand_as(mean)).log_prob(batches[0]["action"]).sum(-1)
+    torch.testing.assert_close(batches[0]["logprob"], expected.detach(), rtol=1e-4, atol=1e-4)
+    spread = (batches[0]["action"] - mean).std(0)
+    assert ((spread > 0.75) & (spread < 1.3)).all()  # unit deviation, and no two steps share their noise
+    assert len(batches[0]["action"].unique(dim=0)) == 64
