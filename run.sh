@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Sets up .venv once, then does what it is told. Needs git, python3 >= 3.11 with venv and headers, and a C++ compiler.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+usage() {
+  cat <<'END'
+./run.sh                             measure PPO on HalfCheetah in every mode this machine has: a table and a picture
+./run.sh test [PYTEST FLAGS]         the test suite that CI runs
+./run.sh train SCRIPT [FLAGS]        train, e.g. ./run.sh train ppo_continuous_action_torchcompile --compile
+./run.sh compare [SCRIPT...] [FLAGS] measure modes beside Stable-Baselines3 and SBX, e.g. --pairs 5 --steps 81920
+./run.sh sweep                       the commands behind every published number (hours), and the documents anew
+./run.sh help                        this text
+END
+}
+
+die() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+python=${PYTHON:-python3}
+log=.venv/setup.log
+
+check_machine() { # one sentence for each thing that is missing, before anything is downloaded
+  command -v "$python" >/dev/null || die "no $python found; install Python 3.11 or newer, or set PYTHON to one."
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    die "$("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON to one."
+  "$python" -c 'import ensurepip, venv' 2>/dev/null || die "$python lacks venv; install it (Debian: python3-venv)."
+  "$python" -c 'import pathlib, sys, sysconfig; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' ||
+    die "$python lacks its C headers, which torch.compile needs; install them (Debian: python3-dev)."
+  command -v "${CXX:-g++}" >/dev/null || command -v clang++ >/dev/null ||
+    die "no C++ compiler found, which torch.compile needs; install g++ or clang++, or set CXX."
+}
+
+install() { # install NAME REQUIREMENTS: once for each content of the requirements, recorded only when it is complete
+  local done_mark=.venv/$1-$(cat requirements/*.txt | cksum | cut -d' ' -f1)
+  [[ -e $done_mark ]] && return
+  if ! compgen -G '.venv/core-*' >/dev/null; then # nothing there, or half-made
+    check_machine
+    rm -rf .venv
+    "$python" -m venv .venv || die "$python could not make the virtual environment .venv."
+  fi
+  echo "Installing requirements/$2 into .venv, once (log: $log) ..." >&2
+  .venv/bin/pip install --disable-pip-version-check -r "requirements/$2" >"$log" 2>&1 ||
+    die "the installation failed: $(grep -i '^error' "$log" | head -1 || true) See $log, and try again."
+  touch "$done_mark"
+}
+
+[[ ${1:-} =~ ^(help|-h|--help)$ ]] && usage && exit
+install core requirements-dev.txt
+export PATH=$PWD/.venv/bin:$PATH
+
+case ${1:-} in
+  '') exec python benchmark/compare.py ppo_continuous_action --no-peers ;;
+  test) exec python -m pytest "${@:2}" ;;
+  train)
+    [[ -f leanrl/${2:-}.py ]] || die "no script '${2:-}'; there are: $(cd leanrl && echo *.py | sed 's/\.py//g')"
+    exec python "leanrl/$2.py" "${@:3}"
+    ;;
+  compare)
+    install peers requirements-peers.txt
+    exec python benchmark/compare.py "${@:2}"
+    ;;
+  sweep)
+    install peers requirements-peers.txt
+    python benchmark/compare.py ppo_continuous_action --pairs 5 --out benchmark/results/cpu
+    python benchmark/returns.py ppo_continuous_action --mode compile --seeds 1 2 3 \
+      --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
+    python benchmark/returns.py ppo_continuous_action --mode eager --seeds 1 --env-ids HalfCheetah-v4
+    exec python benchmark/plot.py
+    ;;
+  *) usage >&2 && die "no command '$1'." ;;
+esac
