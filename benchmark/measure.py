@@ -36,6 +36,7 @@ class Args:
     steps: int  # env steps
     env_id: str
     seed: int = 1
+    folder: Path = ROOT / "leanrl"  # where the script is
 
 
 def ppo_continuous_action_peer(library: str, args: Args, on_rollout: Callable[[int], None], normalize: bool = True):
@@ -76,7 +77,7 @@ PEERS = {  # script -> name of the peer -> (package it needs, function)
 def run_script(args: Args) -> dict:
     """Trains by a call of the script's train(), in a folder that is thrown away."""
     suffix, flags = MODES[args.mode]
-    sys.path.insert(0, str(ROOT / "leanrl"))
+    sys.path.insert(0, str(args.folder))
     script = importlib.import_module(args.script + suffix)
     flags = [*flags, "--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,181 @@
+"""Measures what each trick is worth: takes it out of a script, leaves the rest, and times both in turns.
+
+    python benchmark/ablate.py --pairs 5
+
+An entry is the mode to run and the edits of the source that undo the trick (or try one that was turned down). Edits
+that no longer apply are an error, so this list follows the scripts. Writes OUT/SCRIPT.json for docs/performance.md.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from compare import SCRIPTS, interval, machine, measure
+from measure import MODES, ROOT
+
+Edits = tuple[tuple[str, str], ...]
+# The loop's own lines in ppo_continuous_action_torchcompile.py that several edits begin with.
+STEP = "step_envs(envs, env_action.clip(actions.low, actions.high), raw_obs, reward, terminated, truncated)"
+UPDATE = "torch.compile(ppo_update, fullgraph=True)"
+
+ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done to it -> (mode, edits)
+    "ppo_continuous_action": {
+        "without perf[1]: no compilation": ("twin", ()),
+        "without perf[8]: GAE as a loop over time": (
+            "compile",
+            (
+                (
+                    "    while span < len(delta):\n",
+                    "    for t in reversed(range(len(delta) - 1)):\n"
+                    "        delta[t] += decay[t] * delta[t + 1]\n"
+                    "    while span < 0:\n",
+                ),
+            ),
+        ),
+        "without perf[9]: value and log-prob of each row while acting": (
+            "compile",
+            (
+                (
+                    "            act()\n",
+                    "            act()\n            agent.critic(obs)\n"
+                    "            gaussian_logprob_entropy(mean + noise[t], mean, agent.actor_logstd)\n",
+                ),
+            ),
+        ),
+        "without perf[12]: 13 parameters, not one vector": (
+            "compile",
+            (
+                (
+                    "    flat = nn.utils.parameters_to_vector(agent.parameters())  # perf[12]\n"
+                    "    nn.utils.vector_to_parameters(flat, agent.parameters())  # from here on they are views of it\n"
+                    "    adam_state = torch.zeros_like(flat), torch.zeros_like(flat), torch.zeros((), device=device)\n",
+                    "    flat = {name: p.detach() for name, p in agent.named_parameters()}\n"
+                    "    adam_state = [{k: torch.zeros_like(p) for k, p in flat.items()} for _ in range(2)]\n"
+                    "    adam_state.append(torch.zeros((), device=device))\n",
+                ),
+                ("functional_call(agent, unflatten(flat, shapes), ", "functional_call(agent, flat, "),
+                (
+                    "    grad *= (args.max_grad_norm / (grad.norm() + 1e-6)).clamp(max=1)\n"
+                    "    adam_(flat, grad, *adam_state, lr, eps=1e-5)\n",
+                    "    norm = torch.stack([g.norm() for g in grad.values()]).norm()\n"
+                    "    scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)\n"
+                    "    exp_avg, exp_avg_sq, step = adam_state\n"
+                    "    step += 1\n"
+                    "    for k in flat:\n"
+                    "        adam_(flat[k], grad[k] * scale, exp_avg[k], exp_avg_sq[k], step, lr, eps=1e-5)\n",
+                ),
+                ("    step += 1\n    exp_avg.lerp_", "    exp_avg.lerp_"),
+            ),
+        ),
+        "without perf[13]: SyncVectorEnv": (
+            "compile",
+            (
+                (
+                    "    envs = [make_env(args.env_id) for _ in range(N)]  # perf[13] in place of SyncVectorEnv\n",
+                    "    vector = gym.vector.SyncVectorEnv([lambda: make_env(args.env_id)] * N, copy=False)\n"
+                    "    envs = vector.envs\n    vector.reset()\n",
+                ),
+                (STEP, "raw_obs, reward, terminated, truncated, _ = vector.step(env_action.clip(-1, 1))"),
+            ),
+        ),
+        "without perf[14]: act through nn.Module": (
+            "compile",
+            (
+                (
+                    "        mean.copy_(nn.functional.linear(hidden, *layers[2]), non_blocking=True)\n",
+                    "        mean.copy_(agent.actor_mean(obs.to(device, non_blocking=True)), non_blocking=True)\n",
+                ),
+                ("        hidden = nn.functional.linear(hidden, *layers[1]).tanh()\n", ""),
+                (
+                    "        hidden = nn.functional.linear(obs.to(device, non_blocking=True), *layers[0]).tanh()\n",
+                    "",
+                ),
+            ),
+        ),
+        "with as many threads as cores": ("compile", (("    torch.set_num_threads(1)", "    _ = (1)"),)),
+        "tried: compile the policy step too": (
+            "compile",
+            (
+                (
+                    "    layers = [(layer.weight",
+                    "    policy = torch.compile(lambda obs: agent.actor_mean(obs), fullgraph=True)\n    layers = [(layer.weight",
+                ),
+                (
+                    "        mean.copy_(nn.functional.linear(hidden, *layers[2]), non_blocking=True)\n",
+                    "        mean.copy_(policy(obs.to(device, non_blocking=True)), non_blocking=True)\n",
+                ),
+                ("        hidden = nn.functional.linear(hidden, *layers[1]).tanh()\n", ""),
+                (
+                    "        hidden = nn.functional.linear(obs.to(device, non_blocking=True), *layers[0]).tanh()\n",
+                    "",
+                ),
+            ),
+        ),
+        "tried: inductor's C++ wrapper": (
+            "compile",
+            ((UPDATE, UPDATE.replace(")", ', options={"cpp_wrapper": True})')),),
+        ),
+        "tried: max-autotune": (
+            "compile",
+            ((UPDATE, UPDATE.replace(")", ', mode="max-autotune-no-cudagraphs")')),),
+        ),
+        "eager: Adam without fused=True": ("eager", ((", fused=True", ""),)),
+        "eager: as many threads as cores": ("eager", (("    torch.set_num_threads(1)", "    _ = (1)"),)),
+        "eager: losses read at each minibatch": (
+            "eager",
+            (
+                (
+                    "                optimizer.step()\n",
+                    "                optimizer.step()\n                _ = {k: v.item() for k, v in losses.items()}\n",
+                ),
+            ),
+        ),
+    },
+}
+
+
+@dataclass
+class Args:
+    script: tyro.conf.Positional[str] = "ppo_continuous_action"
+    steps: int | None = None  # env steps of each run; default: the script's own
+    pairs: int = 3  # turns of all variants
+    out: Path = Path("runs/ablate")  # where the JSON goes
+
+
+def edited(source: str, edits: Edits) -> str:
+    """The source with each edit made; every old text must stand in it exactly once."""
+    for old, new in edits:
+        assert source.count(old) == 1, f"this edit applies {source.count(old)} times:\n{old}"
+        source = source.replace(old, new)
+    return source
+
+
+def main(args: Args):
+    env_id, steps = SCRIPTS[args.script]
+    variants = {"eager": ("eager", ()), "compile": ("compile", ())} | ABLATIONS[args.script]
+    runs = {name: [] for name in variants}
+    for turn in range(args.pairs):
+        for name, (mode, edits) in variants.items():
+            print(f"turn {turn + 1} of {args.pairs}: {name}", file=sys.stderr)
+            file = f"{args.script}{MODES[mode][0]}.py"
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, file).write_text(edited((ROOT / "leanrl" / file).read_text(), edits))
+                runs[name].append(measure(args.script, mode, args.steps or steps, env_id, turn + 1, Path(folder)))
+    rows = []
+    for name, (mode, _) in variants.items():
+        base = runs["compile" if not name.startswith("eager") else "eager"]
+        ratios = [r["SPS"] / b["SPS"] for r, b in zip(runs[name], base, strict=True)]
+        startup = sorted(r["startup_seconds"] for r in runs[name])[len(base) // 2]
+        row = {"variant": name, "mode": mode, "ratio": interval(ratios), "startup_seconds": startup}
+        rows.append(row | {"sps": interval([r["SPS"] for r in runs[name]]), "runs": runs[name]})
+        print(f"{name:65s} {row['ratio'][0]:5.2f}  ({row['ratio'][1]:.2f} - {row['ratio'][2]:.2f})")
+    args.out.mkdir(parents=True, exist_ok=True)
+    report = {"script": args.script, "env_id": env_id, "machine": machine(), "variants": rows}
+    (args.out / f"{args.script}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,71 @@
+"""The benchmark measures what it says, and the documents show what it measured."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, SCRIPTS
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import ablate  # noqa: E402
+import compare  # noqa: E402
+import measure  # noqa: E402
+import plot  # noqa: E402
+
+
+def test_every_pair_is_measured_and_its_tricks_can_be_taken_out():
+    pairs = {name for name in SCRIPTS if f"{name}_torchcompile" in SCRIPTS}
+    assert set(compare.SCRIPTS) == pairs == set(measure.PEERS) == set(ablate.ABLATIONS)
+    for script in pairs:
+        for mode, edits in ablate.ABLATIONS[script].values():
+            source = (ROOT / "leanrl" / f"{script}{measure.MODES[mode][0]}.py").read_text()
+            compile(ablate.edited(source, edits), script, "exec")  # applies, and is Python
+
+
+def test_interval_covers_the_median():
+    rng, hits = np.random.default_rng(1), 0
+    for _ in range(100):
+        median, low, high = compare.interval(list(rng.normal(10, 1, size=15)))
+        assert low <= median <= high
+        hits += low <= 10 <= high
+    assert 85 <= hits <= 100
+
+
+def test_summary_pairs_the_turns():
+    """A machine that halves its speed between the turns leaves the ratio as it is."""
+    run = {"startup_seconds": 1.0, "host_mb": 100.0, "device_mb": None, "gpu_utilisation": None, "env_share": 0.1}
+    runs = {
+        "eager": [run | {"SPS": 100.0}, run | {"SPS": 50.0}],
+        "compile": [run | {"SPS": 300.0}, run | {"SPS": 150.0}],
+    }
+    eager, compiled = compare.summarise(runs)
+    assert eager["ratio"] == [1, 1, 1] and compiled["ratio"] == [3, 3, 3]
+    assert compiled["sps"][0] == 225 and compiled["device_mb"] is None
+    assert "3.00" in compare.text_table([eager, compiled])
+
+
+@pytest.mark.slow
+def test_compare_from_the_command_line(own_folder):
+    command = [sys.executable, ROOT / "benchmark" / "compare.py", "ppo_continuous_action", "--pairs", "1"]
+    flags = ["--steps", "10240", "--modes", "eager", "twin", "--no-peers", "--out", str(own_folder / "out")]
+    process = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=280)
+    assert process.returncode == 0, process.stderr
+    assert "x eager" in process.stdout and "ppo_continuous_action.png" in process.stdout
+    report = json.loads((own_folder / "out" / "ppo_continuous_action.json").read_text())
+    assert [row["mode"] for row in report["modes"]] == ["eager", "twin"]
+    assert all(row["sps"][0] > 50 and 0 < row["env_share"] < 0.6 for row in report["modes"])
+    assert (own_folder / "out" / "ppo_continuous_action.png").stat().st_size > 5000
+
+
+def test_the_documents_show_the_results():
+    process = subprocess.run(
+        [sys.executable, ROOT / "benchmark" / "plot.py", "--check"], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+
+
+def test_every_block_of_the_documents_is_known():
+    text = "".join(path.read_text() for path in plot.DOCUMENTS)
+    assert text.count("<!-- end -->") == sum(text.count(f"<!-- {name} -->") for name in plot.BLOCKS) >= 3

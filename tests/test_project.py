@@ -1,0 +1,94 @@
+"""Requirements, PEP 723 blocks, and every command that the documents show."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import tyro
+from conftest import ROOT, SCRIPTS, load
+
+EXTRA = {"ppo_continuous_action": "mujoco"}  # script without suffix -> its requirements file
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def pins(*names: str) -> set[str]:
+    text = "\n".join((ROOT / "requirements" / name).read_text() for name in names)
+    return {line for line in text.splitlines() if line and not line.startswith(("#", "-r"))}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_pep_723_block_holds_the_pins_of_requirements(name):
+    text = (ROOT / "leanrl" / f"{name}.py").read_text()
+    block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", text)[1]
+    listed = set(tomllib.loads(re.sub(r"^# ?", "", block, flags=re.M))["dependencies"])
+    extra = f"requirements-{EXTRA[name.removesuffix('_torchcompile')]}.txt"
+    assert listed <= pins("requirements.txt", extra)
+    assert pins(extra) <= listed
+    imported = {
+        (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    }
+    packages = {pin.split("==")[0] for pin in listed}
+    assert imported - sys.stdlib_module_names == packages - {pin.split("==")[0] for pin in pins(extra)} - {
+        "tensorboard"
+    }
+
+
+def test_all_pins_are_exact():
+    for path in (ROOT / "requirements").glob("*.txt"):
+        assert all(re.fullmatch(r"[\w-]+==[\w.]+", pin) for pin in pins(path.name)), path
+
+
+def commands() -> list[str]:
+    """The lines of all shell blocks in the documents and of the scripts' docstrings that run something of ours."""
+    lines = []
+    for path in DOCUMENTS:
+        for block in re.findall(r"```(?:bash|sh)\n(.*?)```", path.read_text(), re.DOTALL):
+            lines += block.replace("\\\n", " ").splitlines()
+    for name in SCRIPTS:
+        lines += ast.get_docstring(ast.parse((ROOT / "leanrl" / f"{name}.py").read_text())).splitlines()
+    lines = [line.split("  #")[0].strip() for line in lines]
+    return sorted({line for line in lines if re.match(r"(python|uv run|\./run\.sh)\b", line)})
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_in_the_documents_parses(line):
+    program, *words = shlex.split(line)
+    if program == "./run.sh":
+        known = {"test", "train", "compare", "sweep", "help"}
+        assert not words or words[0] in known
+        if words[:1] != ["train"]:
+            return
+        words = words[1:]
+    elif program == "uv":
+        words = words[1:]
+    name = words[0].removesuffix(".py").removeprefix("leanrl/")
+    if name.startswith("benchmark/"):
+        assert (ROOT / words[0]).exists()
+    else:
+        tyro.cli(load(name).Args, args=words[1:])
+
+
+def test_commands_are_found():
+    assert len(commands()) >= 8
+
+
+def test_run_sh_help_lists_every_command_and_refuses_others():
+    text = (ROOT / "run.sh").read_text()
+    shown = subprocess.run(["./run.sh", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for command in re.findall(r"^  (\w+)\)", text, re.MULTILINE):
+        assert f"./run.sh {command}" in shown
+    assert len(text.splitlines()) <= 80
+
+
+def test_the_project_speaks_of_itself_alone():
+    """No machine's paths, and no one-letter leftovers of a workplace, in what is committed."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for file in files:
+        if file.endswith((".py", ".md", ".sh", ".toml", ".txt", ".json", ".csv")) and "tests/" not in file:
+            assert not re.search(r"/(root|work|home)/\w", (ROOT / file).read_text()), file
