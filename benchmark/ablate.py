@@ -101,7 +101,8 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
             (
                 (
                     "    layers = [(layer.weight",
-                    "    policy = torch.compile(lambda obs: agent.actor_mean(obs), fullgraph=True)\n    layers = [(layer.weight",
+                    "    policy = torch.compile(lambda obs: agent.actor_mean(obs), fullgraph=True)\n"
+                    "    layers = [(layer.weight",
                 ),
                 (
                     "        mean.copy_(nn.functional.linear(hidden, *layers[2]), non_blocking=True)\n",

@@ -78,6 +78,15 @@ def test_commands_are_found():
     assert len(commands()) >= 8
 
 
+def test_readme_shows_a_real_hunk():
+    eager, twin = (
+        (ROOT / "leanrl" / f"ppo_continuous_action{suffix}.py").read_text() for suffix in ("", "_torchcompile")
+    )
+    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    removed, added = ("\n".join(x[1:] for x in block.splitlines() if x[0] == sign) for sign in "-+")
+    assert removed in eager and removed not in twin and added in twin and added not in eager
+
+
 def test_run_sh_help_lists_every_command_and_refuses_others():
     text = (ROOT / "run.sh").read_text()
     shown = subprocess.run(["./run.sh", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
