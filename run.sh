@@ -64,7 +64,8 @@ case ${1:-} in
     ;;
   sweep)
     install peers requirements-peers.txt
-    python benchmark/compare.py ppo_continuous_action --pairs 5 --out benchmark/results/cpu
+    python benchmark/compare.py ppo_continuous_action --pairs 4 --out benchmark/results/cpu
+    python benchmark/ablate.py ppo_continuous_action --pairs 3 --out benchmark/results/ablation
     python benchmark/returns.py ppo_continuous_action --mode compile --seeds 1 2 3 \
       --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
     python benchmark/returns.py ppo_continuous_action --mode eager --seeds 1 --env-ids HalfCheetah-v4

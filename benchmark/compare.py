@@ -129,6 +129,8 @@ def main(args: Args):
             sys.exit(f"error: no script {script!r}; there are: {', '.join(SCRIPTS)}")
         env_id, steps = SCRIPTS[script]
         peers = [name for name, (package, _) in PEERS.get(script, {}).items() if importlib.util.find_spec(package)]
+        if unknown := set(args.modes) - set(modes) - set(peers):
+            sys.exit(f"error: no mode {', '.join(unknown)} here; there are: {', '.join(modes + peers)}")
         chosen = [m for m in modes + (peers if args.peers else []) if not args.modes or m in args.modes]
         print(f"{script} on {env_id}: {', '.join(chosen)}; {args.pairs} turns of {args.steps or steps:,} steps each")
         runs = {mode: [] for mode in chosen}

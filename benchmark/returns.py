@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -32,7 +33,7 @@ class Args:
     script: tyro.conf.Positional[str] = "ppo_continuous_action"  # of the eager file; --mode picks the twin
     env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
     seeds: tuple[int, ...] = (1, 2, 3)
-    mode: str = "compile"  # one of compare.py's
+    mode: Literal[tuple(MODES)] = "compile"
     total_timesteps: int = 1_000_000
     table: bool = False  # print the table of what is recorded, and stop
 

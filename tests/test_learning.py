@@ -9,11 +9,16 @@ MODES = {
     "eager": ("ppo_continuous_action", {}),
     "twin": ("ppo_continuous_action_torchcompile", {}),
     "compile": ("ppo_continuous_action_torchcompile", {"compile": True}),
+    "cudagraphs": ("ppo_continuous_action_torchcompile", {"cudagraphs": True, "device": "cuda"}),
+    "compile+cudagraphs": (
+        "ppo_continuous_action_torchcompile",
+        {"compile": True, "cudagraphs": True, "device": "cuda"},
+    ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.cuda] * ("cuda" in m)) for m in MODES])
 def test_ppo_balances_the_pendulum(monkeypatch, mode):
     """24,576 steps; 1000 is the most an episode can pay, an untrained policy gets about 10."""
     name, flags = MODES[mode]
