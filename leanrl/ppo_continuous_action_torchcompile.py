@@ -273,7 +273,7 @@ def train(args: Args) -> dict[str, float]:
     if args.num_iterations < 1:
         fail(f"--total-timesteps must be at least one rollout, num_envs * num_steps = {args.batch_size}.")
     device, run_dir, writer = start_run(args)
-    torch.set_num_threads(1)  # matrices this small lose more by waiting for a second core than it gives
+    torch.set_num_threads(1)  # matrices this small leave a second core little to do but to be waited for
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.manual_seed(args.seed)
     T, N = args.num_steps, args.num_envs

@@ -66,6 +66,24 @@ def test_the_documents_show_the_results():
     assert process.returncode == 0, process.stderr
 
 
+def test_a_block_is_replaced_and_nothing_else(monkeypatch, own_folder):
+    """Empty, filled, and filled again: the text around and between the blocks stays."""
+    document = own_folder / "x.md"
+    document.write_text("a\n<!-- one -->\n<!-- end -->\nb\n<!-- two -->\nold\n<!-- end -->\nc\n")
+    monkeypatch.setattr(plot, "ROOT", own_folder)
+    monkeypatch.setattr(plot, "DOCUMENTS", [document])
+    monkeypatch.setattr(plot, "BLOCKS", {"one": lambda: "| 1 |\n| 1 |", "two": lambda: "| 2 |"})
+    monkeypatch.setattr(plot, "bars", lambda *args: None)
+    monkeypatch.setattr(plot, "curves", lambda *args: None)
+    with pytest.raises(SystemExit, match="x.md"):
+        plot.main(check=True)
+    for _ in range(2):
+        plot.main(check=False)
+        assert document.read_text() == (
+            "a\n<!-- one -->\n| 1 |\n| 1 |\n<!-- end -->\nb\n<!-- two -->\n| 2 |\n<!-- end -->\nc\n"
+        )
+
+
 def test_every_block_of_the_documents_is_known():
     text = "".join(path.read_text() for path in plot.DOCUMENTS)
     assert text.count("<!-- end -->") == sum(text.count(f"<!-- {name} -->") for name in plot.BLOCKS) >= 3
