@@ -48,6 +48,7 @@ install() { # install NAME REQUIREMENTS: once for each content of the requiremen
 }
 
 [[ ${1:-} =~ ^(help|-h|--help)$ ]] && usage && exit
+[[ ${1:-} =~ ^(|test|train|compare|sweep)$ ]] || { usage >&2 && die "no command '$1'."; }
 install core requirements-dev.txt
 export PATH=$PWD/.venv/bin:$PATH
 
@@ -71,5 +72,4 @@ case ${1:-} in
     python benchmark/returns.py ppo_continuous_action --mode eager --seeds 1 --env-ids HalfCheetah-v4
     exec python benchmark/plot.py
     ;;
-  *) usage >&2 && die "no command '$1'." ;;
 esac
