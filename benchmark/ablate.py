@@ -17,9 +17,9 @@ from compare import SCRIPTS, interval, machine, measure
 from measure import MODES, ROOT
 
 Edits = tuple[tuple[str, str], ...]
-# The loop's own lines in ppo_continuous_action_torchcompile.py that several edits begin with.
-STEP = "step_envs(envs, env_action.clip(actions.low, actions.high), raw_obs, reward, terminated, truncated)"
 UPDATE = "torch.compile(ppo_update, fullgraph=True)"
+SKIP = "torch.compiler.set_stance(skip_guard_eval_unsafe=True)"
+COMPILED = "(torch.compile(f, fullgraph=True) for f in "  # in the off-policy twins
 
 ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done to it -> (mode, edits)
     "ppo_continuous_action": {
@@ -51,36 +51,23 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
                 (
                     "    flat = nn.utils.parameters_to_vector(agent.parameters())  # perf[12]\n"
                     "    nn.utils.vector_to_parameters(flat, agent.parameters())  # from here on they are views of it\n"
-                    "    adam_state = torch.zeros_like(flat), torch.zeros_like(flat), torch.zeros((), device=device)\n",
+                    "    adam_state = [torch.zeros_like(flat)], [torch.zeros_like(flat)], "
+                    "torch.zeros((), device=device)\n",
                     "    flat = {name: p.detach() for name, p in agent.named_parameters()}\n"
-                    "    adam_state = [{k: torch.zeros_like(p) for k, p in flat.items()} for _ in range(2)]\n"
+                    "    adam_state = [[torch.zeros_like(p) for p in flat.values()] for _ in range(2)]\n"
                     "    adam_state.append(torch.zeros((), device=device))\n",
                 ),
                 ("functional_call(agent, unflatten(flat, shapes), ", "functional_call(agent, flat, "),
                 (
                     "    grad *= (args.max_grad_norm / (grad.norm() + 1e-6)).clamp(max=1)\n"
-                    "    adam_(flat, grad, *adam_state, lr, eps=1e-5)\n",
+                    "    adam_([flat], [grad], *adam_state, lr, eps=1e-5)\n",
                     "    norm = torch.stack([g.norm() for g in grad.values()]).norm()\n"
                     "    scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)\n"
-                    "    exp_avg, exp_avg_sq, step = adam_state\n"
-                    "    step += 1\n"
-                    "    for k in flat:\n"
-                    "        adam_(flat[k], grad[k] * scale, exp_avg[k], exp_avg_sq[k], step, lr, eps=1e-5)\n",
+                    "    adam_(flat.values(), [g * scale for g in grad.values()], *adam_state, lr, eps=1e-5)\n",
                 ),
-                ("    step += 1\n    exp_avg.lerp_", "    exp_avg.lerp_"),
             ),
         ),
-        "without perf[13]: SyncVectorEnv": (
-            "compile",
-            (
-                (
-                    "    envs = [make_env(args.env_id) for _ in range(N)]  # perf[13] in place of SyncVectorEnv\n",
-                    "    vector = gym.vector.SyncVectorEnv([lambda: make_env(args.env_id)] * N, copy=False)\n"
-                    "    envs = vector.envs\n    vector.reset()\n",
-                ),
-                (STEP, "raw_obs, reward, terminated, truncated, _ = vector.step(env_action.clip(-1, 1))"),
-            ),
-        ),
+        "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
         "without perf[14]: act through nn.Module": (
             "compile",
             (
@@ -125,6 +112,23 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
         ),
         "eager: Adam without fused=True": ("eager", ((", fused=True", ""),)),
         "eager: as many threads as cores": ("eager", (("    torch.set_num_threads(1)", "    _ = (1)"),)),
+        "eager: SyncVectorEnv": (
+            "eager",
+            (
+                (
+                    "    raw_obs = np.stack(",
+                    "    fns = [lambda: make_env(args.env_id, gym.spaces.Box)] * N\n"
+                    "    vector = gym.vector.SyncVectorEnv(fns, copy=False)\n"
+                    "    envs = vector.envs\n    vector.reset()\n    raw_obs = np.stack(",
+                ),
+                (
+                    "            for episode in step_envs(envs, env_action, raw_obs, reward, terminated, truncated):\n",
+                    "            raw_obs, reward, terminated, truncated, info = vector.step(env_action)\n"
+                    "            ended = info.get('episode', {'r': (), 'l': ()})\n"
+                    "            for episode in [{'r': r, 'l': n} for r, n in zip(ended['r'], ended['l'])]:\n",
+                ),
+            ),
+        ),
         "eager: losses read at each minibatch": (
             "eager",
             (
@@ -133,6 +137,24 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
                     "                optimizer.step()\n                _ = {k: v.item() for k, v in losses.items()}\n",
                 ),
             ),
+        ),
+    },
+    "td3_continuous_action": {
+        "without perf[1]: no compilation": ("twin", ()),
+        "without perf[5]: one critic after the other": (
+            "compile",
+            (
+                (
+                    "        return vmap(lambda params: functional_call(critic, params, (obs, action)))(params)\n",
+                    "        each = [{name: p[i] for name, p in params.items()} for i in range(2)]\n"
+                    "        return torch.stack([functional_call(critic, params, (obs, action)) for params in each])\n",
+                ),
+            ),
+        ),
+        "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
+        "tried: max-autotune": (
+            "compile",
+            ((COMPILED, COMPILED.replace("=True", '=True, mode="max-autotune-no-cudagraphs"')),),
         ),
     },
 }

@@ -25,6 +25,7 @@ from measure import MODES, PEERS, ROOT
 
 SCRIPTS = {  # script -> (env, steps of one run)
     "ppo_continuous_action": ("HalfCheetah-v4", 40_960),
+    "td3_continuous_action": ("HalfCheetah-v4", 6_000),
 }
 
 
@@ -124,9 +125,9 @@ def main(args: Args):
     here = machine()
     modes = [mode for mode in MODES if here["gpu"] or "cudagraphs" not in mode]
     args.out.mkdir(parents=True, exist_ok=True)
+    if unknown := set(args.scripts) - set(SCRIPTS):
+        sys.exit(f"error: no script {', '.join(unknown)}; there are: {', '.join(SCRIPTS)}")
     for script in args.scripts:
-        if script not in SCRIPTS:
-            sys.exit(f"error: no script {script!r}; there are: {', '.join(SCRIPTS)}")
         env_id, steps = SCRIPTS[script]
         peers = [name for name, (package, _) in PEERS.get(script, {}).items() if importlib.util.find_spec(package)]
         if unknown := set(args.modes) - set(modes) - set(peers):

@@ -15,10 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
 
+LEARNING_STARTS = 1_000  # env steps of random actions, off-policy: short, since what counts comes after
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {  # mode -> which file, and its flags
     "eager": ("", []),
@@ -39,38 +41,62 @@ class Args:
     folder: Path = ROOT / "leanrl"  # where the script is
 
 
-def ppo_continuous_action_peer(library: str, args: Args, on_rollout: Callable[[int], None], normalize: bool = True):
-    """PPO of Stable-Baselines3 (PyTorch) or SBX (JAX) with our defaults; `on_rollout` gets the steps done so far."""
-    import numpy as np
-    from stable_baselines3.common.callbacks import BaseCallback
+def ppo_continuous_action_peer(library: str, args: Args, on_report: Callable[[int], None], normalize: bool = True):
+    """PPO of Stable-Baselines3 (PyTorch) or SBX (JAX) with our defaults; `on_report` gets the steps done so far."""
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecNormalize
 
-    class Clock(BaseCallback):
-        def _on_rollout_start(self):
-            on_rollout(self.num_timesteps)
-
-        def _on_step(self):
-            return True
-
-    PPO = importlib.import_module({"sb3": "stable_baselines3", "sbx": "sbx"}[library]).PPO
     envs = make_vec_env(args.env_id, n_envs=1, seed=args.seed)
     envs = VecNormalize(envs, gamma=0.99) if normalize else envs
-    model = PPO("MlpPolicy", envs, n_steps=2048, batch_size=64, n_epochs=10, learning_rate=3e-4, gamma=0.99,
-                gae_lambda=0.95, clip_range=0.2, ent_coef=0.0, vf_coef=0.5, max_grad_norm=0.5, seed=args.seed,
-                policy_kwargs={"net_arch": {"pi": [64, 64], "vf": [64, 64]}})  # fmt: skip
+    settings = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4, "gamma": 0.99}
+    settings |= {"gae_lambda": 0.95, "clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5}
+    settings["policy_kwargs"] = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}
+    return learn(library, "PPO", envs, args, settings, on_report, interval=2048)
+
+
+def off_policy_peer(library: str, algorithm: str, settings: dict, args: Args, on_report: Callable[[int], None]):
+    """An off-policy algorithm of either library with our defaults, as `settings`."""
+    from stable_baselines3.common.env_util import make_vec_env
+
+    settings = {"gamma": 0.99, "gradient_steps": 1, "learning_starts": LEARNING_STARTS} | settings
+    return learn(library, algorithm, make_vec_env(args.env_id, 1, args.seed), args, settings, on_report, interval=500)
+
+
+def learn(
+    library: str, algorithm: str, envs, args: Args, settings: dict, on_report: Callable[[int], None], interval: int
+):
+    """Trains and returns the mean episodic return; reports at the first learning, then every `interval` steps."""
+    import numpy as np
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    class Clock(BaseCallback):
+        def _on_step(self):
+            done = self.num_timesteps - settings.get("learning_starts", 0)
+            if done >= 0 and done % interval == 0:
+                on_report(self.num_timesteps)
+            return True
+
+    model_class = getattr(importlib.import_module({"sb3": "stable_baselines3", "sbx": "sbx"}[library]), algorithm)
+    model = model_class("MlpPolicy", envs, seed=args.seed, **settings)
+    if "learning_starts" not in settings:
+        on_report(0)
     model.learn(args.steps, callback=Clock())
-    on_rollout(model.num_timesteps)
     return float(np.mean([episode["r"] for episode in model.ep_info_buffer or [{"r": math.nan}]]))
 
 
+def peers(function: Callable) -> dict[str, tuple[str, Callable]]:
+    return {"sb3": ("stable_baselines3", partial(function, "sb3")), "sbx": ("sbx", partial(function, "sbx"))}
+
+
+TD3 = {"learning_rate": 3e-4, "buffer_size": 1_000_000, "batch_size": 256, "tau": 0.005, "train_freq": 1}
+TD3 |= {"policy_delay": 2, "policy_kwargs": {"net_arch": [256, 256]}}
 PEERS = {  # script -> name of the peer -> (package it needs, function)
-    "ppo_continuous_action": {
-        "sb3": ("stable_baselines3", lambda *a: ppo_continuous_action_peer("sb3", *a)),
-        "sbx": ("sbx", lambda *a: ppo_continuous_action_peer("sbx", *a)),
-        "sb3 unnormalised": ("stable_baselines3", lambda *a: ppo_continuous_action_peer("sb3", *a, normalize=False)),
-        "sbx unnormalised": ("sbx", lambda *a: ppo_continuous_action_peer("sbx", *a, normalize=False)),
+    "ppo_continuous_action": peers(ppo_continuous_action_peer)
+    | {
+        f"{library} unnormalised": (package, partial(function, normalize=False))
+        for library, (package, function) in peers(ppo_continuous_action_peer).items()
     },
+    "td3_continuous_action": peers(lambda library, *rest: off_policy_peer(library, "TD3", TD3, *rest)),
 }
 
 
@@ -80,6 +106,7 @@ def run_script(args: Args) -> dict:
     sys.path.insert(0, str(args.folder))
     script = importlib.import_module(args.script + suffix)
     flags = [*flags, "--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
+    flags += ["--learning-starts", LEARNING_STARTS] if hasattr(script.Args, "learning_starts") else []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         metrics = script.train(tyro.cli(script.Args, args=[*map(str, flags), "--exp-name", args.mode]))
@@ -87,23 +114,23 @@ def run_script(args: Args) -> dict:
     return {name: metrics[name] for name in ("SPS", "startup_seconds", "episodic_return")}
 
 
-def run_peer(args: Args, warmup_rollouts: int = 3) -> dict:
-    """Trains with another library; the same clock as in our scripts: the first 3 rollouts do not count."""
+def run_peer(args: Args, warmup_reports: int = 3) -> dict:
+    """Trains with another library; the same clock as in our scripts: the first 3 reports do not count."""
     from tqdm import tqdm
 
     times, steps = [], []
     progress = tqdm(total=args.steps, unit="step", desc=args.mode, dynamic_ncols=True)
 
-    def on_rollout(num_timesteps: int):
+    def on_report(num_timesteps: int):
         times.append(time.perf_counter())
         steps.append(num_timesteps)
         progress.update(num_timesteps - progress.n)
 
     _, train = PEERS[args.script][args.mode]
-    episodic_return = train(args, on_rollout)
+    episodic_return = train(args, on_report)
     progress.close()
-    sps = (steps[-1] - steps[warmup_rollouts]) / (times[-1] - times[warmup_rollouts])
-    startup_seconds = times[warmup_rollouts] - times[0] - steps[warmup_rollouts] / sps
+    sps = (steps[-1] - steps[warmup_reports]) / (times[-1] - times[warmup_reports])
+    startup_seconds = times[warmup_reports] - times[0] - (steps[warmup_reports] - steps[0]) / sps
     return {"SPS": sps, "startup_seconds": startup_seconds, "episodic_return": episodic_return}
 
 

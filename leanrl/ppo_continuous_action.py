@@ -12,7 +12,6 @@ Departures from CleanRL's script of this name:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
 2. The row in which an env resets itself (action ignored, reward 0) is masked out of losses and statistics.
 3. All envs share one observation and one reward normaliser.
-4. The noise of the actions is drawn once per rollout.
 """
 
 import difflib
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-WARMUP_ITERATIONS = 3  # not in the reported rate: compilation, capture, cold caches
+WARMUP_REPORTS = 3  # not in the reported rate: compilation, capture, cold caches
 
 
 @dataclass
@@ -65,18 +64,6 @@ class Args:
     wandb_project_name: str = "leanrl"  # with --track
     wandb_entity: str | None = None  # with --track
 
-    @property
-    def batch_size(self) -> int:
-        return self.num_envs * self.num_steps
-
-    @property
-    def minibatch_size(self) -> int:
-        return self.batch_size // self.num_minibatches
-
-    @property
-    def num_iterations(self) -> int:
-        return self.total_timesteps // self.batch_size
-
 
 def fail(message: str):
     """Ends the program with one sentence on stderr and exit code 2."""
@@ -84,16 +71,33 @@ def fail(message: str):
     sys.exit(2)
 
 
-def make_env(env_id: str) -> gym.Env:
-    """An env with a vector of observations and a Box of actions, or one sentence on why not."""
+def make_env(env_id: str, actions: type[gym.Space]) -> gym.Env:
+    """An env with vectors as observations and such actions that counts its returns, or one sentence on why not."""
     try:
         env = gym.make(env_id)
     except (gym.error.Error, ImportError) as error:
         near = difflib.get_close_matches(env_id, gym.registry)
         fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
-    if not isinstance(env.action_space, gym.spaces.Box) or env.observation_space.dtype == np.uint8:
-        fail(f"{env_id} maps {env.observation_space} to {env.action_space}; needed: vectors to a Box of actions.")
-    return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
+    if not isinstance(env.action_space, actions) or env.observation_space.dtype == np.uint8:
+        fail(f"{env_id} maps {env.observation_space} to {env.action_space}; needed: vectors to a {actions.__name__}.")
+    env = env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
+    return gym.wrappers.RecordEpisodeStatistics(env)
+
+
+def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -> list[dict]:
+    """Steps every env, fills the last four arrays (N, ...), returns the "r"eturn and "l"ength of episodes that end.
+
+    An env whose episode has ended resets instead; that step ignores the action and pays 0 (autoreset mode NEXT_STEP).
+    """
+    episodes = []
+    for i, env in enumerate(envs):
+        if terminated[i] or truncated[i]:
+            obs[i], reward[i], terminated[i], truncated[i] = env.reset()[0], 0, False, False
+        else:
+            obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
+            if "episode" in info:
+                episodes.append(info["episode"])
+    return episodes
 
 
 class RunningMeanStd:
@@ -199,7 +203,9 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
 
 
 def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
-    """Picks the device and makes the run folder with a TensorBoard writer, which W&B follows under --track."""
+    """Seeds, picks the device, makes the run folder with a TensorBoard writer, which W&B follows under --track."""
+    if not 0 <= args.seed < 2**32:
+        fail(f"--seed must be from 0 to {2**32 - 1}, not {args.seed}.")
     device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     run_dir = Path("runs", name.replace("/", "_").replace(":", "_"))
@@ -215,80 +221,88 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
 
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
         wandb.init(**names, config=asdict(args), sync_tensorboard=True)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
     return device, run_dir, SummaryWriter(run_dir)
+
+
+def report(losses: dict, last_returns: deque, marks: list, global_step: int, writer, progress) -> dict[str, float]:
+    """Writes and returns the losses, read in one sync, and speed from marks, the (seconds, steps) of all reports."""
+    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))
+    for name, loss in metrics.items():
+        writer.add_scalar(f"losses/{name}", loss, global_step)
+        if not math.isfinite(loss):
+            progress.close(), writer.close()
+            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller learning rate may help.")
+    marks.append((time.perf_counter(), global_step))
+    (start, first), (warm, warm_step), (before, last) = marks[0], marks[min(WARMUP_REPORTS, len(marks) - 2)], marks[-2]
+    writer.add_scalar("charts/SPS", (global_step - last) / (marks[-1][0] - before), global_step)
+    metrics["SPS"] = (global_step - warm_step) / (marks[-1][0] - warm)
+    metrics["startup_seconds"] = warm - start - (warm_step - first) / metrics["SPS"]  # the warm-up beyond that rate
+    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
+    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
+    progress.update(global_step - progress.n)
+    return metrics | {"global_step": global_step}
 
 
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
-    if min(args.num_envs, args.num_steps, args.num_minibatches) < 1 or args.batch_size % args.num_minibatches:
-        fail(f"num_envs * num_steps = {args.batch_size} must be a multiple of --num-minibatches.")
-    if args.num_iterations < 1:
-        fail(f"--total-timesteps must be at least one rollout, num_envs * num_steps = {args.batch_size}.")
+    T, N = args.num_steps, args.num_envs
+    batch_size, minibatch_size = T * N, T * N // max(args.num_minibatches, 1)
+    num_iterations = args.total_timesteps // max(batch_size, 1)
+    if min(T, N, args.update_epochs, num_iterations) < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
+        fail(f"num_envs * num_steps = {batch_size} must be 2+ times --num-minibatches, and within --total-timesteps.")
+    envs = [make_env(args.env_id, gym.spaces.Box) for _ in range(N)]
     device, run_dir, writer = start_run(args)
     torch.set_num_threads(1)  # matrices this small leave a second core little to do but to be waited for
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.manual_seed(args.seed)
-    T, N = args.num_steps, args.num_envs
-
-    # NEXT_STEP: when an episode has ended, the next step ignores the action and returns reward 0 and a new first obs.
-    env_fns, autoreset_mode = [lambda: make_env(args.env_id)] * N, gym.vector.AutoresetMode.NEXT_STEP
-    envs = gym.vector.SyncVectorEnv(env_fns, copy=False, autoreset_mode=autoreset_mode)
-    raw_obs, _ = envs.reset(seed=10_000 * args.seed)  # env i gets 10_000 * seed + i, once; resets continue its stream
-    actions, obs_dim = envs.single_action_space, envs.single_observation_space.shape[0]
+    actions, obs_dim = envs[0].action_space, envs[0].observation_space.shape[0]
+    raw_obs = np.stack([env.reset(seed=10_000 * args.seed + i)[0] for i, env in enumerate(envs)])  # once
+    reward, terminated, truncated, done = np.zeros(N), np.zeros(N, bool), np.zeros(N, bool), np.zeros(N, bool)
     action_dim = math.prod(actions.shape)
     obs_stats, return_stats, discounted_return = RunningMeanStd(obs_dim), RunningMeanStd(), np.zeros(N)
     obs = torch.as_tensor(normalize_obs(obs_stats, raw_obs), dtype=torch.float32, device=device)
-
     agent = Agent(obs_dim, action_dim).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     obs_buffer, action_buffer = (torch.zeros(T, N, dim, device=device) for dim in (obs_dim, action_dim))
     logprob_buffer, value_buffer = torch.zeros(2, T, N, device=device)
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
 
-    progress = tqdm(total=args.num_iterations * args.batch_size, unit="step", desc=args.exp_name, dynamic_ncols=True)
-    done, episode_return, episode_length = np.zeros(N, bool), np.zeros(N), np.zeros(N, int)
-    last_returns = deque(maxlen=100)
-    global_step, warm_step, start_time = 0, 0, time.perf_counter()
-    warm_time = report_time = start_time
-    for iteration in range(args.num_iterations):
+    progress = tqdm(total=num_iterations * batch_size, unit="step", desc=args.exp_name, dynamic_ncols=True)
+    last_returns, marks, global_step = deque(maxlen=100), [(time.perf_counter(), 0)], 0
+    for iteration in range(num_iterations):
         noise = torch.randn(T, N, action_dim, device=device)
         for t in range(T):
-            # act
+            # act; the one sync of a step is the copy of the action to the host
             with torch.no_grad():
                 mean, logstd, value_buffer[t] = agent(obs)
                 action = mean + logstd.exp() * noise[t]
                 logprob_buffer[t], _ = gaussian_logprob_entropy(action, mean, logstd)
             obs_buffer[t], action_buffer[t] = obs, action
-            env_action = action.cpu().numpy().reshape(N, *actions.shape)  # the one sync of a step
+            env_action = action.cpu().numpy().reshape(N, *actions.shape).clip(actions.low, actions.high)
 
             # step and store
             valid = ~done
-            raw_obs, reward, terminated, truncated, _ = envs.step(env_action.clip(actions.low, actions.high))
+            global_step += N
+            for episode in step_envs(envs, env_action, raw_obs, reward, terminated, truncated):
+                writer.add_scalar("charts/episodic_return", episode["r"], global_step)
+                writer.add_scalar("charts/episodic_length", episode["l"], global_step)
+                last_returns.append(episode["r"])
             obs = torch.as_tensor(normalize_obs(obs_stats, raw_obs), dtype=torch.float32, device=device)
             done = terminated | truncated
             scaled = normalize_reward(return_stats, discounted_return, reward, terminated, valid, args.gamma)
             env_buffer[:, t] = scaled, terminated, done, valid
-            global_step += N
-            episode_return += reward
-            episode_length += valid
-            for i in np.flatnonzero(done):
-                writer.add_scalar("charts/episodic_return", episode_return[i], global_step)
-                writer.add_scalar("charts/episodic_length", episode_length[i], global_step)
-                last_returns.append(episode_return[i])
-                episode_return[i] = episode_length[i] = 0
 
         # learn
         reward_buffer, terminated_buffer, done_buffer, valid_buffer = torch.as_tensor(env_buffer, device=device)
-        with torch.no_grad():
-            value = torch.cat([value_buffer, agent(obs)[2][None]])
+        value = torch.cat([value_buffer, agent(obs)[2].detach()[None]])
         advantage = gae(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
         batch = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value_buffer}
         batch |= {"advantage": advantage, "return": advantage + value_buffer, "valid": valid_buffer}
         batch = {name: x.flatten(0, 1) for name, x in batch.items()}
-        learning_rate = args.learning_rate * (1 - iteration / args.num_iterations if args.anneal_lr else 1)
+        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
         for _ in range(args.update_epochs):
-            for idx in torch.randperm(args.batch_size, device=device).split(args.minibatch_size):
+            for idx in torch.randperm(batch_size, device=device).split(minibatch_size):
                 minibatch = {name: x[idx] for name, x in batch.items()}
                 mean, logstd, value = agent(minibatch["obs"])
                 logprob, entropy = gaussian_logprob_entropy(minibatch["action"], mean, logstd)
@@ -303,26 +317,12 @@ def train(args: Args) -> dict[str, float]:
         # report
         value, return_ = (batch[name][batch["valid"] > 0] for name in ("value", "return"))
         losses["explained_variance"] = 1 - (return_ - value).var() / return_.var().clamp(min=1e-8)
-        metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))  # the one sync of a report
-        for name, loss in metrics.items():
-            writer.add_scalar(f"losses/{name}", loss, global_step)
-            if not math.isfinite(loss):
-                sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller --learning-rate may help.")
-        report_time, previous_time = time.perf_counter(), report_time
-        writer.add_scalar("charts/SPS", args.batch_size / (report_time - previous_time), global_step)
+        metrics = report(losses, last_returns, marks, global_step, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-        mean_return = float(np.mean(last_returns)) if last_returns else math.nan
-        progress.set_postfix(episodic_return=f"{mean_return:.1f}", refresh=False)
-        progress.update(args.batch_size)
-        if iteration + 1 == min(WARMUP_ITERATIONS, args.num_iterations - 1):
-            warm_time, warm_step = report_time, global_step
 
-    sps = (global_step - warm_step) / (report_time - warm_time)
-    metrics |= {"episodic_return": mean_return, "global_step": global_step, "SPS": sps}
-    metrics["startup_seconds"] = warm_time - start_time - warm_step / sps  # what the warm-up took beyond that rate
     ran = {"device": str(device), "compile": False, "cudagraphs": False}
     (run_dir / "summary.json").write_text(json.dumps({"ran": ran, "metrics": metrics, "args": asdict(args)}, indent=2))
-    progress.close(), writer.close(), envs.close()
+    [resource.close() for resource in (progress, writer, *envs)]
     return metrics
 
 

@@ -15,6 +15,20 @@ sys.path.insert(0, str(ROOT / "leanrl"))
 SCRIPTS = sorted(path.stem for path in (ROOT / "leanrl").glob("*.py"))
 TWINS = [(name.removesuffix("_torchcompile"), name) for name in SCRIPTS if name.endswith("_torchcompile")]
 PPO_CONTINUOUS = ["ppo_continuous_action", "ppo_continuous_action_torchcompile"]
+OFF_POLICY = [name for name in SCRIPTS if name not in PPO_CONTINUOUS]
+NETWORKS = ("Agent", "Actor", "GaussianActor", "QNetwork")  # the class of a script's policy is one of these
+TINY = {  # a run of seconds that goes past the first updates
+    "ppo_continuous_action": {
+        "env_id": "Pendulum-v1", "num_steps": 256, "num_minibatches": 4, "update_epochs": 2, "total_timesteps": 1024
+    },
+    "td3_continuous_action": {
+        "env_id": "Pendulum-v1", "total_timesteps": 1024, "learning_starts": 900, "batch_size": 32, "buffer_size": 700
+    },
+}  # fmt: skip
+
+
+def tiny(name: str) -> dict:
+    return TINY[name.removesuffix("_torchcompile")]
 
 
 def pytest_collection_modifyitems(items):
@@ -30,6 +44,8 @@ def own_folder(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     yield tmp_path
     torch.set_num_threads(threads)
+    torch.set_default_dtype(torch.float32)
+    torch.compiler.set_stance("default")
     torch._dynamo.reset()
 
 
@@ -38,20 +54,21 @@ def load(name: str) -> ModuleType:
 
 
 def train(monkeypatch, name: str, **args) -> SimpleNamespace:
-    """Trains on the CPU unless told otherwise: metrics, final parameters by name, and the run folder."""
-    script, agents = load(name), []
+    """Trains on the CPU unless told otherwise: metrics, the policy's final parameters by name, and the run folder."""
+    script, policies = load(name), []
+    network = next(network for network in NETWORKS if hasattr(script, network))
 
-    class SpiedAgent(script.Agent):
+    class SpiedNetwork(getattr(script, network)):
         def __init__(self, *dims):
             super().__init__(*dims)
-            agents.append(self)
+            policies.append(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(script, "Agent", SpiedAgent)
+        patch.setattr(script, network, SpiedNetwork)
         metrics = script.train(script.Args(**({"device": "cpu"} | args)))
     (run_dir,) = Path("runs").iterdir()
     run_dir = run_dir.rename(f"run{len(list(Path().iterdir()))}")
-    parameters = {k: p.detach().cpu().clone() for k, p in agents[0].named_parameters()}
+    parameters = {k: p.detach().cpu().clone() for k, p in policies[0].named_parameters()}
     return SimpleNamespace(metrics=metrics, parameters=parameters, run_dir=run_dir)
 
 
@@ -93,6 +110,12 @@ class ScriptedEnv(gym.Env):
         return self.observe(), reward, over and terminates, over and truncates, {}
 
 
+class BoundedEnv(ScriptedEnv):
+    """With finite bounds, other in each dimension."""
+
+    action_space = gym.spaces.Box(np.array([-0.5, -3.0], np.float32), np.array([0.1, 2.0], np.float32))
+
+
 class DictEnv(gym.Env):
     """Observes a dictionary, acts in a matrix, ends by truncation after 5 steps."""
 
@@ -110,6 +133,12 @@ class DictEnv(gym.Env):
         return {"a": self.np_random.random((2, 2), np.float32), "b": 2}, 1.0, False, self.t == 5, {}
 
 
+class ImageEnv(DictEnv):
+    """Observes an image."""
+
+    observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+
+
 class NanEnv(DictEnv):
     """Pays a reward that is not a number."""
 
@@ -118,5 +147,5 @@ class NanEnv(DictEnv):
         return obs, float("nan"), terminated, truncated, info
 
 
-for env in (ScriptedEnv, DictEnv, NanEnv):
+for env in (ScriptedEnv, BoundedEnv, DictEnv, ImageEnv, NanEnv):
     gym.register(env.__name__ + "-v0", entry_point=env, disable_env_checker=True)

@@ -44,7 +44,7 @@ def update_on(device: str, compiled: bool):
     shapes = {name: p.shape for name, p in agent.named_parameters()}
     flat = torch.nn.utils.parameters_to_vector(agent.parameters())
     torch.nn.utils.vector_to_parameters(flat, agent.parameters())
-    adam_state = torch.zeros_like(flat), torch.zeros_like(flat), torch.zeros((), device=device)
+    adam_state = [torch.zeros_like(flat)], [torch.zeros_like(flat)], torch.zeros((), device=device)
     batch = {name: torch.randn(256, device=device) for name in ("logprob", "value", "advantage", "return")}
     batch |= {"obs": torch.randn(256, 5, device=device), "action": torch.randn(256, 2, device=device)}
     batch["valid"] = torch.ones(256, device=device)

@@ -76,12 +76,12 @@ def test_adam_against_torch():
     param = torch.randn(50)
     reference = torch.nn.Parameter(param.clone())
     optimizer = torch.optim.Adam([reference], lr=1e-2, eps=1e-5)
-    state = torch.zeros(50), torch.zeros(50), torch.zeros(())
+    state = [torch.zeros(50)], [torch.zeros(50)], torch.zeros(())
     for i in range(200):
         optimizer.param_groups[0]["lr"] = 1e-2 / (i + 1)  # a changing rate, as with annealing
         reference.grad = torch.randn(50) * 10.0 ** (i % 5 - 2)
         optimizer.step()
-        script.adam_(param, reference.grad, *state, torch.tensor(1e-2 / (i + 1)), eps=1e-5)
+        script.adam_([param], [reference.grad], *state, torch.tensor(1e-2 / (i + 1)), eps=1e-5)
     torch.testing.assert_close(param, reference.detach(), rtol=1e-5, atol=1e-6)
 
 

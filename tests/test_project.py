@@ -11,7 +11,10 @@ import pytest
 import tyro
 from conftest import ROOT, SCRIPTS, load
 
-EXTRA = {"ppo_continuous_action": "mujoco"}  # script without suffix -> its requirements file
+EXTRA = {
+    "ppo_continuous_action": "mujoco",
+    "td3_continuous_action": "mujoco",
+}  # script without suffix -> its requirements file
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -8,16 +8,18 @@ import sys
 
 import pytest
 import torch
-from conftest import PPO_CONTINUOUS, ROOT, load, train
+from conftest import OFF_POLICY, PPO_CONTINUOUS, ROOT, SCRIPTS, load, tiny, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-TINY = {"env_id": "Pendulum-v1", "num_steps": 256, "num_minibatches": 4, "update_epochs": 2, "total_timesteps": 1024}
-LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "explained_variance"]
+LOSSES = {
+    "ppo_continuous_action": "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance",
+    "td3_continuous_action": "qf1_values qf2_values qf1_loss qf2_loss qf_loss actor_loss",
+}
 
 
-@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_run_folder_holds_events_and_summary(monkeypatch, name):
-    run = train(monkeypatch, name, **TINY, num_envs=2)
+    run = train(monkeypatch, name, **tiny(name), num_envs=2)
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert summary["metrics"] == run.metrics
     assert summary["ran"] == {"device": "cpu", "compile": False, "cudagraphs": False}
@@ -26,16 +28,29 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
     assert all(torch.isfinite(torch.tensor(value)) for value in run.metrics.values())
     assert run.metrics["SPS"] > 10 and -1600 * 1.3 < run.metrics["episodic_return"] < 0  # 200 steps of at worst -16.3
     events = EventAccumulator(str(run.run_dir)).Reload()
-    keys = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/learning_rate"}
-    assert set(events.Tags()["scalars"]) == keys | {f"losses/{loss}" for loss in LOSSES}
-    assert [e.step for e in events.Scalars("losses/value_loss")] == [512, 1024]
-    assert [e.value for e in events.Scalars("charts/learning_rate")] == pytest.approx([3e-4, 1.5e-4])
+    losses = [f"losses/{loss}" for loss in LOSSES[name.removesuffix("_torchcompile")].split()]
+    keys = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", *losses}
+    assert set(events.Tags()["scalars"]) - {"charts/learning_rate", "charts/epsilon"} == keys
+    reports = [1000, 1024] if name in OFF_POLICY else [512, 1024]
+    assert [e.step for e in events.Scalars(losses[0])] == [e.step for e in events.Scalars("charts/SPS")] == reports
     assert all(e.value == 200 for e in events.Scalars("charts/episodic_length"))
+    if name in PPO_CONTINUOUS:
+        assert [e.value for e in events.Scalars("charts/learning_rate")] == pytest.approx([3e-4, 1.5e-4])
 
 
-@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_flags_of_ppo_do_what_they_say(monkeypatch):
+    """Each changes the parameters; without annealing, the rate stays."""
+    name, runs = PPO_CONTINUOUS[0], {}
+    for flags in ({}, {"anneal_lr": False}, {"max_grad_norm": 0.01}, {"norm_adv": False}, {"vf_coef": 0.1}):
+        runs[str(flags)] = train(monkeypatch, name, **tiny(name), **flags)
+    assert len({tuple(run.parameters["actor_mean.0.weight"].flatten().tolist()) for run in runs.values()}) == len(runs)
+    events = EventAccumulator(str(runs["{'anneal_lr': False}"].run_dir)).Reload()
+    assert [e.value for e in events.Scalars("charts/learning_rate")] == pytest.approx([3e-4] * 4)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_same_seed_same_numbers_other_seed_others(monkeypatch, name):
-    a, b, c = (train(monkeypatch, name, **TINY, seed=seed).parameters for seed in (7, 7, 8))
+    a, b, c = (train(monkeypatch, name, **tiny(name), seed=seed).parameters for seed in (7, 7, 8))
     assert all(torch.equal(a[k], b[k]) for k in a)
     assert not all(torch.equal(a[k], c[k]) for k in a)
 
@@ -45,68 +60,89 @@ def test_target_kl_ends_the_epochs_after_the_first_that_exceeds_it(monkeypatch, 
     script, calls = load(name), []
     original = script.ppo_loss
     monkeypatch.setattr(script, "ppo_loss", lambda *args: calls.append(1) or original(*args))
-    train(monkeypatch, name, **TINY | {"update_epochs": 5, "total_timesteps": 256}, target_kl=-1.0)
+    train(monkeypatch, name, **tiny(name) | {"update_epochs": 5, "total_timesteps": 256}, target_kl=-1.0)
     assert len(calls) == 4  # one epoch of 4 minibatches, not one minibatch
-    train(monkeypatch, name, **TINY | {"update_epochs": 5, "total_timesteps": 256}, target_kl=1e9)
+    train(monkeypatch, name, **tiny(name) | {"update_epochs": 5, "total_timesteps": 256}, target_kl=1e9)
     assert len(calls) == 4 + 20
 
 
-@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_dict_observations_and_matrix_actions(monkeypatch, name):
-    run = train(monkeypatch, name, **TINY | {"env_id": "DictEnv-v0"})
-    assert run.parameters["actor_mean.0.weight"].shape == (64, 4 + 3)
-    assert run.parameters["actor_logstd"].shape == (4,)
+    run = train(monkeypatch, name, **tiny(name) | {"env_id": "DictEnv-v0"})
+    shapes = [tuple(p.shape) for p in run.parameters.values() if p.ndim == 2]
+    assert (shapes[0][1], shapes[-1][0]) == (4 + 3, 1 if name in PPO_CONTINUOUS else 4) or shapes[-1][0] == 4
     assert run.metrics["episodic_return"] == 5
 
 
-@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_ids_of_a_users_own_package(monkeypatch, name, own_folder):
     (own_folder / "my_package.py").write_text(
         "import gymnasium as gym\n"
         "gym.register('Mine-v0', entry_point='gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=50)\n"
     )
     monkeypatch.syspath_prepend(str(own_folder))
-    run = train(monkeypatch, name, **TINY | {"env_id": "my_package:Mine-v0"})
+    run = train(monkeypatch, name, **tiny(name) | {"env_id": "my_package:Mine-v0"})
     assert json.loads((run.run_dir / "summary.json").read_text())["args"]["env_id"] == "my_package:Mine-v0"
 
 
-BAD = {
+BAD = {  # for every script: flags, and a word of the sentence that refuses them
     "unknown env": ({"env_id": "HalfCheeta-v4"}, "HalfCheetah-v4"),
     "unknown package": ({"env_id": "no_such_package:Mine-v0"}, "no_such_package"),
-    "discrete actions": ({"env_id": "CartPole-v1"}, "Discrete(2)"),
-    "sizes that do not divide": ({"num_minibatches": 7}, "num-minibatches"),
-    "no env": ({"num_envs": 0}, "num_envs"),
-    "less than a rollout": ({"total_timesteps": 100}, "total-timesteps"),
+    "image observations": ({"env_id": "ImageEnv-v0"}, "uint8"),
+    "no env": ({"num_envs": 0}, "num"),
+    "negative seed": ({"seed": -1}, "--seed"),
     "unknown device": ({"device": "gpu"}, "gpu"),
     "absent device": ({"device": "cuda:99"}, "cuda:99"),
+    "too short a run": ({"total_timesteps": 100}, "total-timesteps"),
 }
+BAD_PPO = {
+    "discrete actions": ({"env_id": "CartPole-v1"}, "Discrete(2)"),
+    "sizes that do not divide": ({"num_minibatches": 7}, "num-minibatches"),
+    "no minibatch": ({"num_minibatches": 0}, "num-minibatches"),
+    "minibatches of one row": ({"num_minibatches": 256}, "num-minibatches"),
+    "no epoch": ({"update_epochs": 0}, "num_steps"),
+}
+BAD_OFF_POLICY = {
+    "more memory than there is": ({"buffer_size": 10**12}, "bytes"),
+    "no replay": ({"buffer_size": 0}, "--buffer-size"),
+    "no batch": ({"batch_size": 0}, "--batch-size"),
+}
+BAD_CONTINUOUS = {
+    "discrete actions": ({"env_id": "CartPole-v1"}, "Discrete(2)"),
+    "unbounded actions": ({"env_id": "ScriptedEnv-v0"}, "bounds"),
+    "no actor update": ({"policy_frequency": 0}, "--policy-frequency"),
+}
+CASES = [(name, *case) for name in SCRIPTS for case in BAD.items()]
+CASES += [(name, *case) for name in PPO_CONTINUOUS for case in BAD_PPO.items()]
+CASES += [(name, *case) for name in OFF_POLICY for case in BAD_OFF_POLICY.items()]
+CASES += [(name, *case) for name in OFF_POLICY if "dqn" not in name for case in BAD_CONTINUOUS.items()]
 
 
-@pytest.mark.parametrize("name", PPO_CONTINUOUS)
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_sentence_and_exit_code_2(name, case, capsys):
-    args, word = BAD[case]
+@pytest.mark.parametrize(("name", "case", "refused"), CASES, ids=[f"{name}-{case}" for name, case, _ in CASES])
+def test_bad_input_gets_one_sentence_and_exit_code_2_and_leaves_nothing(name, case, refused, capsys, own_folder):
+    args, word = refused
     script = load(name)
     with pytest.raises(SystemExit) as exit:
-        script.train(script.Args(**TINY | args))
+        script.train(script.Args(**tiny(name) | args))
     message = capsys.readouterr().err.strip()
     assert exit.value.code == 2
     assert message.startswith("error: ") and word in message and "\n" not in message
+    assert not (own_folder / "runs").exists() or case == "more memory than there is"
 
 
-@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_unwritable_runs_folder(name, capsys, own_folder):
     (own_folder / "runs").write_text("a file where the folder should be")
     script = load(name)
     with pytest.raises(SystemExit) as exit:
-        script.train(script.Args(**TINY))
+        script.train(script.Args(**tiny(name)))
     assert exit.value.code == 2 and "runs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_loss_that_is_not_finite_ends_the_run_by_name_and_step(monkeypatch, name):
-    with pytest.raises(SystemExit, match=r"losses/\w+ is nan at step 256") as exit:
-        train(monkeypatch, name, **TINY | {"env_id": "NanEnv-v0"})
+    with pytest.raises(SystemExit, match=r"losses/\w+ is nan at step (256|1000)") as exit:
+        train(monkeypatch, name, **tiny(name) | {"env_id": "NanEnv-v0"})
     assert exit.value.code not in (0, None)
 
 
