@@ -139,7 +139,10 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
             ),
         ),
     },
-    "td3_continuous_action": {
+}
+SET_UP = "    envs = [make_env("
+for algorithm, rates in (("td3", ["learning_rate"] * 2), ("sac", ["policy_lr", "q_lr"])):
+    ABLATIONS[f"{algorithm}_continuous_action"] = {
         "without perf[1]: no compilation": ("twin", ()),
         "without perf[5]: one critic after the other": (
             "compile",
@@ -152,12 +155,28 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
             ),
         ),
         "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
+        "with the policy step not compiled": (
+            "compile",
+            (("        act, update, update_with_actor = (torch", "        _, update, update_with_actor = (torch"),),
+        ),
+        "with one thread": ("compile", ((SET_UP, "    torch.set_num_threads(1)\n" + SET_UP),)),
         "tried: max-autotune": (
             "compile",
             ((COMPILED, COMPILED.replace("=True", '=True, mode="max-autotune-no-cudagraphs"')),),
         ),
-    },
-}
+        "eager: Adam without fused=True": (
+            "eager",
+            tuple(
+                (f"({net}.parameters(), lr=args.{rate}, fused=True)", f"({net}.parameters(), lr=args.{rate})")
+                for net, rate in zip(("actor", "critics"), rates)
+            ),
+        ),
+        "eager: gradients of the critics' weights in the actor's loss": (
+            "eager",
+            (("loss.backward(inputs=list(actor.parameters()))", "loss.backward()"),),
+        ),
+        "eager: with one thread": ("eager", ((SET_UP, "    torch.set_num_threads(1)\n" + SET_UP),)),
+    }
 
 
 @dataclass

@@ -26,6 +26,7 @@ from measure import MODES, PEERS, ROOT
 SCRIPTS = {  # script -> (env, steps of one run)
     "ppo_continuous_action": ("HalfCheetah-v4", 40_960),
     "td3_continuous_action": ("HalfCheetah-v4", 6_000),
+    "sac_continuous_action": ("HalfCheetah-v4", 5_000),
 }
 
 

@@ -90,6 +90,8 @@ def peers(function: Callable) -> dict[str, tuple[str, Callable]]:
 
 TD3 = {"learning_rate": 3e-4, "buffer_size": 1_000_000, "batch_size": 256, "tau": 0.005, "train_freq": 1}
 TD3 |= {"policy_delay": 2, "policy_kwargs": {"net_arch": [256, 256]}}
+SAC = {"learning_rate": 3e-4, "buffer_size": 1_000_000, "batch_size": 256, "tau": 0.005, "train_freq": 1}
+SAC |= {"ent_coef": "auto", "policy_kwargs": {"net_arch": [256, 256]}}
 PEERS = {  # script -> name of the peer -> (package it needs, function)
     "ppo_continuous_action": peers(ppo_continuous_action_peer)
     | {
@@ -97,6 +99,7 @@ PEERS = {  # script -> name of the peer -> (package it needs, function)
         for library, (package, function) in peers(ppo_continuous_action_peer).items()
     },
     "td3_continuous_action": peers(lambda library, *rest: off_policy_peer(library, "TD3", TD3, *rest)),
+    "sac_continuous_action": peers(lambda library, *rest: off_policy_peer(library, "SAC", SAC, *rest)),
 }
 
 

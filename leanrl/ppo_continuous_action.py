@@ -95,8 +95,7 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -
             obs[i], reward[i], terminated[i], truncated[i] = env.reset()[0], 0, False, False
         else:
             obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
-            if "episode" in info:
-                episodes.append(info["episode"])
+            episodes += [info["episode"]] if "episode" in info else []
     return episodes
 
 

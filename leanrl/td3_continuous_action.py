@@ -95,8 +95,7 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -
             obs[i], reward[i], terminated[i], truncated[i] = env.reset()[0], 0, False, False
         else:
             obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
-            if "episode" in info:
-                episodes.append(info["episode"])
+            episodes += [info["episode"]] if "episode" in info else []
     return episodes
 
 
@@ -168,13 +167,6 @@ def td_target(batch: dict[str, Tensor], next_value: Tensor, gamma: float) -> Ten
 def td_loss(q: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """Mean squared error of values (.., B) over the rows that count."""
     return (weight * (q - target) ** 2).sum(-1)
-
-
-def critic_metrics(q: Tensor, loss: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    """What to log of both critics, from their values (2, B) and losses (2,)."""
-    qf1_values, qf2_values = (weight * q).sum(-1)
-    losses = {"qf1_values": qf1_values, "qf2_values": qf2_values, "qf1_loss": loss[0], "qf2_loss": loss[1]}
-    return losses | {"qf_loss": loss.mean()}
 
 
 def smooth(action: Tensor, actor: Actor, args: Args) -> Tensor:
@@ -267,7 +259,8 @@ def train(args: Args) -> dict[str, float]:
         critics_optimizer.zero_grad()
         loss.sum().backward()
         critics_optimizer.step()
-        return critic_metrics(q.detach(), loss.detach(), batch["weight"]), batch
+        names = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss")
+        return dict(zip(names, (*(batch["weight"] * q.detach()).sum(-1), *loss.detach(), loss.detach().mean()))), batch
 
     def learn_actor(batch: dict) -> dict[str, Tensor]:
         """A step of the actor up the value of its actions (eq. 1), and one of all targets after their networks."""

@@ -100,8 +100,7 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -
             obs[i], reward[i], terminated[i], truncated[i] = env.reset()[0], 0, False, False
         else:
             obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
-            if "episode" in info:
-                episodes.append(info["episode"])
+            episodes += [info["episode"]] if "episode" in info else []
     return episodes
 
 
@@ -173,13 +172,6 @@ def td_target(batch: dict[str, Tensor], next_value: Tensor, gamma: float) -> Ten
 def td_loss(q: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """Mean squared error of values (.., B) over the rows that count."""
     return (weight * (q - target) ** 2).sum(-1)
-
-
-def critic_metrics(q: Tensor, loss: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    """What to log of both critics, from their values (2, B) and losses (2,)."""
-    qf1_values, qf2_values = (weight * q).sum(-1)
-    losses = {"qf1_values": qf1_values, "qf2_values": qf2_values, "qf1_loss": loss[0], "qf2_loss": loss[1]}
-    return losses | {"qf_loss": loss.mean()}
 
 
 def smooth(action: Tensor, actor: Actor, args: Args) -> Tensor:
@@ -269,10 +261,8 @@ def train(args: Args) -> dict[str, float]:
     critics = nn.ModuleList(Critic(obs_dim, len(low)) for _ in range(2)).to(device)
     # perf[5] stack the critics: one call computes both
     critic, (critics, _) = critics[0], stack_module_state(list(critics))
-    actor_params, critics = (
-        {k: p.detach() for k, p in net.items()}
-        for net in (dict(actor.requires_grad_(False).named_parameters()), critics)
-    )
+    critics = {name: p.detach() for name, p in critics.items()}
+    actor_params = dict(actor.requires_grad_(False).named_parameters())
     actor_target, critics_target = copy.deepcopy((actor_params, critics))
     actor_adam, critics_adam = (
         (
@@ -297,11 +287,12 @@ def train(args: Args) -> dict[str, float]:
         def loss_of(critics: dict):
             q = call_critics(critics, batch["obs"], batch["action"])
             loss = td_loss(q, target, batch["weight"])
-            return loss.sum(), critic_metrics(q, loss, batch["weight"])
+            return loss.sum(), (q, loss)
 
-        grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(critics)  # perf[1]
+        grads, (_, (q, loss)) = grad_and_value(loss_of, has_aux=True)(critics)  # perf[1]
         adam_(critics.values(), grads.values(), *critics_adam, lr, eps=1e-8)
-        return losses, batch
+        names = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss")
+        return dict(zip(names, (*(batch["weight"] * q).sum(-1), *loss, loss.mean()))), batch
 
     def learn_actor(batch: dict) -> dict[str, Tensor]:
         """A step of the actor up the value of its actions (eq. 1), and one of all targets after their networks."""

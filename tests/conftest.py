@@ -25,6 +25,7 @@ TINY = {  # a run of seconds that goes past the first updates
         "env_id": "Pendulum-v1", "total_timesteps": 1024, "learning_starts": 900, "batch_size": 32, "buffer_size": 700
     },
 }  # fmt: skip
+TINY["sac_continuous_action"] = TINY["td3_continuous_action"]
 
 
 def tiny(name: str) -> dict:

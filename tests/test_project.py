@@ -11,10 +11,12 @@ import pytest
 import tyro
 from conftest import ROOT, SCRIPTS, load
 
-EXTRA = {
+EXTRA = {  # script without suffix -> its requirements file
     "ppo_continuous_action": "mujoco",
     "td3_continuous_action": "mujoco",
-}  # script without suffix -> its requirements file
+    "sac_continuous_action": "mujoco",
+    "dqn": "",
+}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -28,16 +30,16 @@ def test_pep_723_block_holds_the_pins_of_requirements(name):
     text = (ROOT / "leanrl" / f"{name}.py").read_text()
     block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", text)[1]
     listed = set(tomllib.loads(re.sub(r"^# ?", "", block, flags=re.M))["dependencies"])
-    extra = f"requirements-{EXTRA[name.removesuffix('_torchcompile')]}.txt"
-    assert listed <= pins("requirements.txt", extra)
-    assert pins(extra) <= listed
+    extras = [f"requirements-{extra}.txt" for extra in [EXTRA[name.removesuffix("_torchcompile")]] if extra]
+    assert listed <= pins("requirements.txt", *extras)
+    assert pins(*extras) <= listed
     imported = {
         (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
         for node in ast.walk(ast.parse(text))
         if isinstance(node, (ast.Import, ast.ImportFrom))
     }
     packages = {pin.split("==")[0] for pin in listed}
-    assert imported - sys.stdlib_module_names == packages - {pin.split("==")[0] for pin in pins(extra)} - {
+    assert imported - sys.stdlib_module_names == packages - {pin.split("==")[0] for pin in pins(*extras)} - {
         "tensorboard"
     }
 

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 LOSSES = {
     "ppo_continuous_action": "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance",
     "td3_continuous_action": "qf1_values qf2_values qf1_loss qf2_loss qf_loss actor_loss",
+    "sac_continuous_action": "qf1_values qf2_values qf1_loss qf2_loss qf_loss actor_loss alpha alpha_loss",
 }
 
 
@@ -70,7 +71,7 @@ def test_target_kl_ends_the_epochs_after_the_first_that_exceeds_it(monkeypatch, 
 def test_dict_observations_and_matrix_actions(monkeypatch, name):
     run = train(monkeypatch, name, **tiny(name) | {"env_id": "DictEnv-v0"})
     shapes = [tuple(p.shape) for p in run.parameters.values() if p.ndim == 2]
-    assert (shapes[0][1], shapes[-1][0]) == (4 + 3, 1 if name in PPO_CONTINUOUS else 4) or shapes[-1][0] == 4
+    assert shapes[0][1] == 4 + 3 and shapes[-1][0] == (8 if "sac" in name else 4)  # SAC: mean and deviation
     assert run.metrics["episodic_return"] == 5
 
 
@@ -110,7 +111,7 @@ BAD_OFF_POLICY = {
 BAD_CONTINUOUS = {
     "discrete actions": ({"env_id": "CartPole-v1"}, "Discrete(2)"),
     "unbounded actions": ({"env_id": "ScriptedEnv-v0"}, "bounds"),
-    "no actor update": ({"policy_frequency": 0}, "--policy-frequency"),
+    "no actor update": ({"policy_frequency": 0}, "frequenc"),
 }
 CASES = [(name, *case) for name in SCRIPTS for case in BAD.items()]
 CASES += [(name, *case) for name in PPO_CONTINUOUS for case in BAD_PPO.items()]
