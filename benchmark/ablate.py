@@ -177,6 +177,48 @@ for algorithm, rates in (("td3", ["learning_rate"] * 2), ("sac", ["policy_lr", "
         ),
         "eager: with one thread": ("eager", ((SET_UP, "    torch.set_num_threads(1)\n" + SET_UP),)),
     }
+THREADS = "    torch.set_num_threads(1)"
+ABLATIONS["dqn"] = {
+    "without perf[1]: no compilation": ("twin", ()),
+    "without perf[4]: each row inserted as it comes": (
+        "compile",
+        (
+            ("        host_rows[step % K] = row\n", "        ring[(step + 1) % len(ring)] = torch.as_tensor(row)\n"),
+            (
+                "        ring.index_copy_(0, (newest + offsets) % len(ring), new_rows)\n        newest.add_(K)\n",
+                "        newest.add_(K)\n",
+            ),
+        ),
+    ),
+    "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
+    "without perf[14]: act through nn.Module": (
+        "compile",
+        (
+            (
+                "        hidden = np.maximum(obs @ w1 + b1, 0)\n"
+                "        return (np.maximum(hidden @ w2 + b2, 0) @ w3 + b3).argmax(-1)\n",
+                "        params = unflatten(flat, shapes)\n"
+                "        return functional_call(q_network, params, torch.as_tensor(obs)).argmax(-1).numpy()\n",
+            ),
+        ),
+    ),
+    "with as many threads as cores": ("compile", ((THREADS, "    _ = (1)"),)),
+    "tried: inductor's C++ wrapper": (
+        "compile",
+        (
+            (
+                "learn = torch.compile(learn, fullgraph=True)",
+                'learn = torch.compile(learn, fullgraph=True, options={"cpp_wrapper": True})',
+            ),
+        ),
+    ),
+    "eager: denormal numbers": ("eager", (("torch.set_flush_denormal(True)", "torch.set_flush_denormal(False)"),)),
+    "eager: the network asked in exploring steps too": (
+        "eager",
+        (("        if greedy.any():\n", "        if True:\n"),),
+    ),
+    "eager: as many threads as cores": ("eager", ((THREADS, "    _ = (1)"),)),
+}
 
 
 @dataclass

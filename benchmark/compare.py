@@ -27,6 +27,7 @@ SCRIPTS = {  # script -> (env, steps of one run)
     "ppo_continuous_action": ("HalfCheetah-v4", 40_960),
     "td3_continuous_action": ("HalfCheetah-v4", 6_000),
     "sac_continuous_action": ("HalfCheetah-v4", 5_000),
+    "dqn": ("CartPole-v1", 100_000),
 }
 
 

@@ -92,6 +92,9 @@ TD3 = {"learning_rate": 3e-4, "buffer_size": 1_000_000, "batch_size": 256, "tau"
 TD3 |= {"policy_delay": 2, "policy_kwargs": {"net_arch": [256, 256]}}
 SAC = {"learning_rate": 3e-4, "buffer_size": 1_000_000, "batch_size": 256, "tau": 0.005, "train_freq": 1}
 SAC |= {"ent_coef": "auto", "policy_kwargs": {"net_arch": [256, 256]}}
+DQN = {"learning_rate": 2.5e-4, "buffer_size": 10_000, "batch_size": 128, "tau": 1.0, "train_freq": 10}
+DQN |= {"target_update_interval": 500, "exploration_initial_eps": 1.0, "exploration_final_eps": 0.05}
+DQN |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
 PEERS = {  # script -> name of the peer -> (package it needs, function)
     "ppo_continuous_action": peers(ppo_continuous_action_peer)
     | {
@@ -100,6 +103,7 @@ PEERS = {  # script -> name of the peer -> (package it needs, function)
     },
     "td3_continuous_action": peers(lambda library, *rest: off_policy_peer(library, "TD3", TD3, *rest)),
     "sac_continuous_action": peers(lambda library, *rest: off_policy_peer(library, "SAC", SAC, *rest)),
+    "dqn": peers(lambda library, *rest: off_policy_peer(library, "DQN", DQN, *rest)),
 }
 
 

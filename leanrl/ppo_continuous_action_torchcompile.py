@@ -259,6 +259,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
 
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
         wandb.init(**names, config=asdict(args), sync_tensorboard=True)
+    torch.set_flush_denormal(True)  # the moments of idle weights decay into denormal numbers, which slow a CPU down
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     return device, run_dir, SummaryWriter(run_dir)

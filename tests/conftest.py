@@ -26,6 +26,7 @@ TINY = {  # a run of seconds that goes past the first updates
     },
 }  # fmt: skip
 TINY["sac_continuous_action"] = TINY["td3_continuous_action"]
+TINY["dqn"] = TINY["td3_continuous_action"] | {"env_id": "CartPole-v1", "target_network_frequency": 50}
 
 
 def tiny(name: str) -> dict:
@@ -134,6 +135,22 @@ class DictEnv(gym.Env):
         return {"a": self.np_random.random((2, 2), np.float32), "b": 2}, 1.0, False, self.t == 5, {}
 
 
+class DiscreteScriptedEnv(ScriptedEnv):
+    """With three actions, numbered from 1."""
+
+    action_space = gym.spaces.Discrete(3, start=1)
+
+
+class DiscreteDictEnv(DictEnv):
+    """With three actions, numbered from 1."""
+
+    action_space = gym.spaces.Discrete(3, start=1)
+
+    def step(self, action):
+        assert action in (1, 2, 3)
+        return super().step(np.zeros((2, 2)))
+
+
 class ImageEnv(DictEnv):
     """Observes an image."""
 
@@ -148,5 +165,10 @@ class NanEnv(DictEnv):
         return obs, float("nan"), terminated, truncated, info
 
 
-for env in (ScriptedEnv, BoundedEnv, DictEnv, ImageEnv, NanEnv):
+class DiscreteNanEnv(NanEnv, DiscreteDictEnv):
+    """Pays a reward that is not a number for one of three actions."""
+
+
+ENVS = (ScriptedEnv, BoundedEnv, DiscreteScriptedEnv, DictEnv, DiscreteDictEnv, ImageEnv, NanEnv, DiscreteNanEnv)
+for env in ENVS:
     gym.register(env.__name__ + "-v0", entry_point=env, disable_env_checker=True)

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 LOSSES = {
     "ppo_continuous_action": "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance",
+    "dqn": "td_loss q_values",
     "td3_continuous_action": "qf1_values qf2_values qf1_loss qf2_loss qf_loss actor_loss",
     "sac_continuous_action": "qf1_values qf2_values qf1_loss qf2_loss qf_loss actor_loss alpha alpha_loss",
 }
@@ -24,17 +25,19 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert summary["metrics"] == run.metrics
     assert summary["ran"] == {"device": "cpu", "compile": False, "cudagraphs": False}
-    assert summary["args"]["env_id"] == "Pendulum-v1" and summary["args"]["exp_name"] == name
+    assert summary["args"]["env_id"] == tiny(name)["env_id"] and summary["args"]["exp_name"] == name
     assert run.metrics["global_step"] == 1024
     assert all(torch.isfinite(torch.tensor(value)) for value in run.metrics.values())
-    assert run.metrics["SPS"] > 10 and -1600 * 1.3 < run.metrics["episodic_return"] < 0  # 200 steps of at worst -16.3
+    low, high = (5, 500) if "dqn" in name else (-1600 * 1.3, 0)  # Pendulum: 200 steps of at worst -16.3
+    assert run.metrics["SPS"] > 0 and low < run.metrics["episodic_return"] < high
     events = EventAccumulator(str(run.run_dir)).Reload()
     losses = [f"losses/{loss}" for loss in LOSSES[name.removesuffix("_torchcompile")].split()]
     keys = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", *losses}
     assert set(events.Tags()["scalars"]) - {"charts/learning_rate", "charts/epsilon"} == keys
     reports = [1000, 1024] if name in OFF_POLICY else [512, 1024]
     assert [e.step for e in events.Scalars(losses[0])] == [e.step for e in events.Scalars("charts/SPS")] == reports
-    assert all(e.value == 200 for e in events.Scalars("charts/episodic_length"))
+    lengths, returns = ([e.value for e in events.Scalars(f"charts/episodic_{x}")] for x in ("length", "return"))
+    assert lengths == (returns if "dqn" in name else [200] * len(returns))
     if name in PPO_CONTINUOUS:
         assert [e.value for e in events.Scalars("charts/learning_rate")] == pytest.approx([3e-4, 1.5e-4])
 
@@ -69,17 +72,18 @@ def test_target_kl_ends_the_epochs_after_the_first_that_exceeds_it(monkeypatch, 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_dict_observations_and_matrix_actions(monkeypatch, name):
-    run = train(monkeypatch, name, **tiny(name) | {"env_id": "DictEnv-v0"})
+    run = train(monkeypatch, name, **tiny(name) | {"env_id": "DiscreteDictEnv-v0" if "dqn" in name else "DictEnv-v0"})
     shapes = [tuple(p.shape) for p in run.parameters.values() if p.ndim == 2]
-    assert shapes[0][1] == 4 + 3 and shapes[-1][0] == (8 if "sac" in name else 4)  # SAC: mean and deviation
+    assert shapes[0][1] == 4 + 3 and shapes[-1][0] == {"sac": 8, "dqn": 3}.get(name[:3], 4)  # SAC: mean and deviation
     assert run.metrics["episodic_return"] == 5
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_ids_of_a_users_own_package(monkeypatch, name, own_folder):
+    env = "CartPoleEnv" if "dqn" in name else "PendulumEnv"
     (own_folder / "my_package.py").write_text(
         "import gymnasium as gym\n"
-        "gym.register('Mine-v0', entry_point='gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=50)\n"
+        f"gym.register('Mine-v0', entry_point='gymnasium.envs.classic_control:{env}', max_episode_steps=50)\n"
     )
     monkeypatch.syspath_prepend(str(own_folder))
     run = train(monkeypatch, name, **tiny(name) | {"env_id": "my_package:Mine-v0"})
@@ -113,10 +117,15 @@ BAD_CONTINUOUS = {
     "unbounded actions": ({"env_id": "ScriptedEnv-v0"}, "bounds"),
     "no actor update": ({"policy_frequency": 0}, "frequenc"),
 }
+BAD_DQN = {
+    "continuous actions": ({"env_id": "Pendulum-v1"}, "Discrete"),
+    "envs that do not divide": ({"num_envs": 3}, "--train-frequency"),
+    "no target": ({"target_network_frequency": 0}, "frequencies"),
+}
 CASES = [(name, *case) for name in SCRIPTS for case in BAD.items()]
 CASES += [(name, *case) for name in PPO_CONTINUOUS for case in BAD_PPO.items()]
 CASES += [(name, *case) for name in OFF_POLICY for case in BAD_OFF_POLICY.items()]
-CASES += [(name, *case) for name in OFF_POLICY if "dqn" not in name for case in BAD_CONTINUOUS.items()]
+CASES += [(name, *case) for name in OFF_POLICY for case in (BAD_DQN if "dqn" in name else BAD_CONTINUOUS).items()]
 
 
 @pytest.mark.parametrize(("name", "case", "refused"), CASES, ids=[f"{name}-{case}" for name, case, _ in CASES])
@@ -143,7 +152,7 @@ def test_unwritable_runs_folder(name, capsys, own_folder):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_loss_that_is_not_finite_ends_the_run_by_name_and_step(monkeypatch, name):
     with pytest.raises(SystemExit, match=r"losses/\w+ is nan at step (256|1000)") as exit:
-        train(monkeypatch, name, **tiny(name) | {"env_id": "NanEnv-v0"})
+        train(monkeypatch, name, **tiny(name) | {"env_id": "DiscreteNanEnv-v0" if "dqn" in name else "NanEnv-v0"})
     assert exit.value.code not in (0, None)
 
 
