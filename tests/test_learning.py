@@ -6,24 +6,33 @@ from conftest import train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 MODES = {
-    "eager": ("ppo_continuous_action", {}),
-    "twin": ("ppo_continuous_action_torchcompile", {}),
-    "compile": ("ppo_continuous_action_torchcompile", {"compile": True}),
-    "cudagraphs": ("ppo_continuous_action_torchcompile", {"cudagraphs": True, "device": "cuda"}),
-    "compile+cudagraphs": (
-        "ppo_continuous_action_torchcompile",
-        {"compile": True, "cudagraphs": True, "device": "cuda"},
-    ),
+    "eager": ("", {}),
+    "twin": ("_torchcompile", {}),
+    "compile": ("_torchcompile", {"compile": True}),
+    "cudagraphs": ("_torchcompile", {"cudagraphs": True, "device": "cuda"}),
+    "compile+cudagraphs": ("_torchcompile", {"compile": True, "cudagraphs": True, "device": "cuda"}),
 }
+PENDULUM = {"env_id": "Pendulum-v1", "learning_starts": 1000, "batch_size": 128}
+GATES = {  # script -> problem, most that the first 3 episodes may pay, least that the last 10 must
+    # 1000 is the most an episode can pay, an untrained policy gets about 10
+    "ppo_continuous_action": (
+        {"env_id": "InvertedPendulum-v5", "total_timesteps": 24_576, "num_steps": 1024, "learning_rate": 1e-3}, 50, 900
+    ),
+    # a policy that keeps the pendulum up gets about -150, an untrained one -1200
+    "td3_continuous_action": (PENDULUM | {"total_timesteps": 6_000, "learning_rate": 1e-3}, -700, -300),
+    "sac_continuous_action": (PENDULUM | {"total_timesteps": 6_000, "policy_lr": 1e-3}, -700, -300),
+    # 500 is the most, a random policy gets about 22
+    "dqn": ({"total_timesteps": 40_000, "learning_rate": 1e-3, "learning_starts": 1000}, 60, 150),
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.cuda] * ("cuda" in m)) for m in MODES])
-def test_ppo_balances_the_pendulum(monkeypatch, mode):
-    """24,576 steps; 1000 is the most an episode can pay, an untrained policy gets about 10."""
-    name, flags = MODES[mode]
-    problem = {"env_id": "InvertedPendulum-v5", "total_timesteps": 24_576, "num_steps": 1024, "learning_rate": 1e-3}
-    run = train(monkeypatch, name, seed=1, **problem, **flags)
+@pytest.mark.parametrize("script", GATES)
+def test_a_small_problem_is_solved(monkeypatch, script, mode):
+    suffix, flags = MODES[mode]
+    problem, first, last = GATES[script]
+    run = train(monkeypatch, script + suffix, seed=1, **problem, **flags)
     returns = [e.value for e in EventAccumulator(str(run.run_dir)).Reload().Scalars("charts/episodic_return")]
-    assert np.mean(returns[:10]) < 50
-    assert np.mean(returns[-10:]) > 900
+    assert np.mean(returns[:3]) < first
+    assert np.mean(returns[-10:]) > last

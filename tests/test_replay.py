@@ -1,0 +1,217 @@
+"""The off-policy loops on episodes known in advance: what they store, draw, mask and count; and their formulas."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import OFF_POLICY, ScriptedEnv, load, tiny, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+CONTINUOUS = [name for name in OFF_POLICY if "continuous" in name]
+SAC = ["sac_continuous_action", "sac_continuous_action_torchcompile"]
+# One env, times 0 .. 12. Episodes: 2 steps (terminated), 3 (truncated), 1 (both), 2 (terminated); each end is followed
+# by a step that only resets. obs is (env, episode, step); the others are of the step that led to it.
+OBS = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 0)]
+REWARD = [0, 1, 2, 0, 11, 12, 13, 0, 21, 0, 31, 32, 0]
+TERMINATED = [0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0]
+VALID = [0, 1, 1, 0, 1, 1, 1, 0, 1, 0, 1, 1, 0]
+
+
+def record(monkeypatch, name: str, **args):
+    """Trains on scripted episodes; returns the ring, and what sample() was given and gave, in order."""
+    script, rings, draws = load(name), [], []
+    original_ring, original_sample = script.replay_ring, script.sample
+    ScriptedEnv.actions.clear(), ScriptedEnv.seeds.clear()
+
+    def spied_ring(*inputs):
+        rings.append(original_ring(*inputs))
+        return rings[-1]
+
+    def spied_sample(ring, newest, pairs, batch_size, obs_dim):
+        batch = original_sample(ring, newest, pairs, batch_size, obs_dim)
+        draws.append((int(newest), int(pairs), {k: v.clone() for k, v in batch.items()}))
+        return batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "replay_ring", spied_ring)
+        patch.setattr(script, "sample", spied_sample)
+        problem = {"env_id": "BoundedEnv-v0", "learning_starts": 4, "batch_size": 64, "buffer_size": 100}
+        if "dqn" in name:
+            problem |= {"env_id": "DiscreteScriptedEnv-v0", "train_frequency": 2}
+        run = train(patch, name, **problem | args)
+    return rings[0], draws, run
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+@pytest.mark.parametrize("buffer_size", [100, 6])  # with and without wrapping around
+def test_the_ring_holds_the_steps_worked_out_by_hand(monkeypatch, name, buffer_size):
+    ring, _, _ = record(monkeypatch, name, total_timesteps=13, buffer_size=buffer_size)
+    assert len(ring) == buffer_size + 1
+    executed = iter(ScriptedEnv.actions)
+    actions = [next(executed) if valid else None for valid in VALID[1:]]
+    # Times 9 .. 12 at least are there in any case: some scripts store the newest row at their next step only.
+    for t in range(9 if buffer_size == 6 else 0, 13):
+        *obs, reward, terminated, valid = ring[t % len(ring), 0, [0, 1, 2, -3, -2, -1]].tolist()
+        assert obs == [0, *OBS[t]], t
+        if t:
+            assert (reward, terminated, valid) == (REWARD[t], TERMINATED[t], VALID[t]), t
+        if VALID[t]:
+            stored = ring[t % len(ring), 0, 3:-3].numpy() + ("dqn" in name)  # its actions are numbered from 1
+            np.testing.assert_array_equal(stored, actions[t - 1])
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_batches_hold_the_transitions_up_to_now_and_nothing_else(monkeypatch, name):
+    _, draws, _ = record(monkeypatch, name, total_timesteps=13)
+    times = {(0.0, *map(float, obs)): t for t, obs in enumerate(OBS)}
+    seen = set()
+    for newest, pairs, batch in draws:
+        assert pairs == newest
+        after = [times[tuple(obs)] for obs in batch["next_obs"].tolist()]
+        assert min(after) >= 1 and max(after) <= newest
+        assert [times[tuple(obs)] for obs in batch["obs"].tolist()] == [t - 1 for t in after]
+        assert batch["reward"].tolist() == [REWARD[t] for t in after]
+        assert batch["terminated"].tolist() == [TERMINATED[t] for t in after]
+        count = sum(VALID[t] for t in after)
+        assert batch["weight"].tolist() == pytest.approx([VALID[t] / count for t in after])
+        seen |= set(after)
+    assert [newest for newest, _, _ in draws] == list(range(4, 13, 2 if "dqn" in name else 1))
+    assert seen == set(range(1, draws[-1][0] + 1))
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_two_envs_share_a_ring_and_count_together(monkeypatch, name):
+    ring, draws, run = record(monkeypatch, name, total_timesteps=20, num_envs=2, seed=3)
+    assert ring.shape[:2] == (51, 2)  # 100 transitions
+    # env 1: 4 steps (truncated), a reset, 2 steps (terminated), a reset, ...
+    assert ring[:9, 1, 2].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0]
+    assert ring[1:9, 1, -3].tolist() == [1, 2, 3, 4, 0, 11, 12, 0]
+    assert ring[1:9, 1, -2].tolist() == [0, 0, 0, 0, 0, 0, 1, 0]
+    assert ring[1:9, 1, -1].tolist() == [1, 1, 1, 1, 0, 1, 1, 0]
+    assert ring[:9, 0, 1:3].tolist() == [list(obs) for obs in OBS[:9]]
+    updates = {newest: sum(n == newest for n, _, _ in draws) for newest, _, _ in draws}
+    assert updates == {t: 1 if "dqn" in name else 2 for t in range(2, 10)}  # an update an env step, DQN every other
+    assert any(0 in batch["obs"][:, 0] and 1 in batch["obs"][:, 0] for _, _, batch in draws)
+    assert ScriptedEnv.seeds[:2] == [30_000, 30_001] and set(ScriptedEnv.seeds[2:]) == {None}
+    events = EventAccumulator(str(run.run_dir)).Reload()
+    ended = [(e.step, e.value) for e in events.Scalars("charts/episodic_return")]
+    assert ended == [(4, 3), (8, 10), (12, 36), (14, 23), (16, 21)]
+    assert [e.value for e in events.Scalars("charts/episodic_length")] == [2, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_actions_respect_each_dimensions_bounds(monkeypatch, name):
+    """The first 300 are uniform; those of the policy stay within, too."""
+    record(monkeypatch, name, total_timesteps=600, learning_starts=450)
+    actions, low, high = np.array(ScriptedEnv.actions), np.array([-0.5, -3.0]), np.array([0.1, 2.0])
+    assert (actions >= low - 1e-6).all() and (actions <= high + 1e-6).all()
+    share = (actions[:300] - low) / (high - low)
+    assert (abs(share.mean(0) - 0.5) < 0.06).all() and (abs(share.std(0) - 12**-0.5) < 0.03).all()
+    assert len(np.unique(actions, axis=0)) > 0.9 * len(actions)
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_sample_is_uniform_and_takes_numbers_or_tensors(name):
+    """A ring of 5 rows after time 11: rows 7 .. 11 are there, so 4 pairs of each of 3 envs."""
+    script, ring = load(name), torch.zeros(5, 3, 1 + 1 + 3)
+    for t in range(12):
+        ring[t % 5, :, 0] = 10 * t + torch.arange(3.0)
+    ring[..., -1] = 1
+    torch.manual_seed(0)
+    batch = script.sample(ring, 11, 4, 12_000, 1)
+    torch.manual_seed(0)
+    same = script.sample(ring, torch.tensor(11), torch.tensor(4), 12_000, 1)
+    assert all(torch.equal(batch[key], same[key]) for key in batch)
+    assert torch.equal(batch["next_obs"], batch["obs"] + 10)
+    values, counts = batch["obs"].unique(return_counts=True)
+    assert values.tolist() == [10 * t + n for t in range(7, 11) for n in range(3)]
+    assert counts.min() > 850 and counts.max() < 1150  # 1000 each, deviation 30
+
+
+def test_every_row_of_a_large_ring_can_be_drawn():
+    """Above 2^24 a float32 holds even numbers only."""
+    rows = 20_000_000
+    ring = torch.arange(rows, dtype=torch.float64).view(rows, 1, 1).expand(rows, 1, 5)
+    drawn = load("dqn").sample(ring, rows - 1, rows - 1, 4000, 1)["next_obs"].long()
+    late = drawn[drawn > 2**24]
+    assert len(late) > 400 and 0.4 < (late % 2).double().mean() < 0.6
+    assert drawn.min() < rows / 100 and drawn.max() > rows * 0.99
+
+
+@pytest.mark.parametrize("name", SAC)
+def test_tanh_gaussian_against_torch(name):
+    low, high = torch.tensor([-0.5, -3.0]), torch.tensor([0.1, 2.0])
+    actor, obs = load(name).GaussianActor(4, low, high), torch.randn(64, 4)
+    action, logprob = actor(obs)
+    mean, logstd = actor.layers(obs).chunk(2, -1)
+    base = torch.distributions.Normal(mean, (-1.5 + 3.5 * logstd.tanh()).exp())
+    transforms = [
+        torch.distributions.TanhTransform(),
+        torch.distributions.AffineTransform((high + low) / 2, (high - low) / 2),
+    ]
+    reference = torch.distributions.TransformedDistribution(base, transforms)
+    torch.testing.assert_close(logprob, reference.log_prob(action).sum(-1), rtol=1e-4, atol=1e-3)
+    assert ((action > low) & (action < high)).all()
+
+
+@pytest.mark.parametrize("name", SAC)
+def test_a_fixed_temperature_stays(monkeypatch, name):
+    run = train(monkeypatch, name, **tiny(name), autotune=False, alpha=0.3)
+    assert run.metrics["alpha"] == pytest.approx(0.3) and "alpha_loss" not in run.metrics
+
+
+@pytest.mark.parametrize("name", SAC)
+def test_targets_stay_until_they_are_due(monkeypatch, name):
+    """With the targets moved every 100 updates of 50, they never move: their rate makes no difference."""
+    problem = tiny(name) | {"learning_starts": 974, "target_network_frequency": 100}
+    a, b = (train(monkeypatch, name, **problem, tau=tau).parameters for tau in (0.005, 1.0))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    c, d = (
+        train(monkeypatch, name, **problem | {"target_network_frequency": 2}, tau=tau).parameters
+        for tau in (0.005, 1.0)
+    )
+    assert not all(torch.equal(c[k], d[k]) for k in c)
+
+
+def test_td3_smooths_within_the_clip_and_the_bounds():
+    script, low, high = load("td3_continuous_action"), torch.tensor([-1.0, -3.0]), torch.tensor([3.0, 3.0])
+    actor, args = script.Actor(2, low, high), script.Args()
+    noise = script.smooth(torch.ones(20_000, 2), actor, args) - 1  # the centre of dimension 0, inside of dimension 1
+    assert noise.abs().amax(0).tolist() == pytest.approx([0.5 * 2, 0.5 * 3])  # clipped at half a half range
+    torch.testing.assert_close(noise.std(0), torch.tensor([0.2 * 2, 0.2 * 3]), rtol=0.03, atol=0)
+    smoothed = script.smooth(torch.tensor([[3.0, -3.0]]).expand(1000, 2), actor, args)
+    assert (smoothed <= high).all() and (smoothed >= low).all()
+
+
+def test_targets_and_losses_by_hand():
+    script = load("dqn")
+    batch = {"reward": torch.tensor([1.0, 2.0, 3.0]), "terminated": torch.tensor([0.0, 1.0, 0.0])}
+    target = script.td_target(batch, torch.tensor([10.0, 10.0, 20.0]), 0.5)
+    assert target.tolist() == [6.0, 2.0, 13.0]
+    weight = torch.tensor([0.5, 0.5, 0.0])  # the third row does not count
+    q = torch.tensor([[5.0, 4.0, 99.0], [6.0, 2.0, 0.0]])
+    assert script.td_loss(q, target, weight).tolist() == [2.5, 0.0]  # (1 + 4) / 2
+
+
+@pytest.mark.parametrize("mode", [("dqn", {}), ("dqn_torchcompile", {}), ("dqn_torchcompile", {"compile": True})])
+def test_epsilon_follows_the_step_in_every_mode(monkeypatch, mode):
+    """From 1 at step 0 to 0.05 at half of the steps and on; and exploring means random actions."""
+    name, flags = mode
+    script, used = load(name), []
+    original = script.linear_schedule
+    assert original(1.0, 0.05, 500, 0) == 1.0 and original(1.0, 0.05, 500, 250) == pytest.approx(0.525)
+    assert original(1.0, 0.05, 500, 500) == original(1.0, 0.05, 500, 10**9) == 0.05
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "linear_schedule", lambda *args: used.append((args[-1], original(*args))) or used[-1][1])
+        run = train(patch, name, **tiny(name), **flags)
+    assert used == [(step, original(1.0, 0.05, 512, step)) for step in range(1024)]
+    recorded = [(e.step, e.value) for e in EventAccumulator(str(run.run_dir)).Reload().Scalars("charts/epsilon")]
+    assert recorded == [(1000, pytest.approx(0.05)), (1024, pytest.approx(0.05))]
+    for epsilon in (0.0, 1.0):
+        ScriptedEnv.actions.clear()
+        problem = tiny(name) | {"env_id": "DiscreteScriptedEnv-v0", "learning_rate": 0.0, "seed": 0}
+        train(monkeypatch, name, **problem, start_e=epsilon, end_e=epsilon, **flags)
+        actions = np.array(ScriptedEnv.actions)
+        if epsilon == 1:
+            assert set(actions.tolist()) == {1, 2, 3} and np.bincount(actions)[1:].min() > len(actions) / 4.5
+        else:
+            assert np.bincount(actions).max() > len(actions) / 2.2  # the network's choice, next to constant
