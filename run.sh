@@ -48,7 +48,7 @@ install() { # install NAME REQUIREMENTS: once for each content of the requiremen
 }
 
 [[ ${1:-} =~ ^(help|-h|--help)$ ]] && usage && exit
-[[ ${1:-} =~ ^(|test|train|compare|sweep)$ ]] || { usage >&2 && die "no command '$1'."; }
+[[ -z ${1:-} || $1 =~ ^(test|train|compare|sweep)$ ]] || { usage >&2 && die "no command '$1'."; }
 install core requirements-dev.txt
 export PATH=$PWD/.venv/bin:$PATH
 
@@ -65,11 +65,16 @@ case ${1:-} in
     ;;
   sweep)
     install peers requirements-peers.txt
-    python benchmark/compare.py ppo_continuous_action --pairs 4 --out benchmark/results/cpu
-    python benchmark/ablate.py ppo_continuous_action --pairs 3 --out benchmark/results/ablation
-    python benchmark/returns.py ppo_continuous_action --mode compile --seeds 1 2 3 \
-      --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
-    python benchmark/returns.py ppo_continuous_action --mode eager --seeds 1 --env-ids HalfCheetah-v4
+    python benchmark/compare.py --pairs 3 --out benchmark/results/cpu
+    python benchmark/phases.py --out benchmark/results/phases
+    python benchmark/ablate.py --pairs 3 --out benchmark/results/ablation
+    python benchmark/returns.py ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4 --seeds 1 2 3
+    python benchmark/returns.py ppo_continuous_action --mode eager --seeds 1
+    for script in td3_continuous_action sac_continuous_action; do
+      python benchmark/returns.py $script --total-timesteps 200000 --seeds 1 2 3
+      python benchmark/returns.py $script --total-timesteps 200000 --mode eager --seeds 1
+    done
+    python benchmark/returns.py dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds 1 2 3
     exec python benchmark/plot.py
     ;;
 esac

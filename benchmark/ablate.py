@@ -223,7 +223,7 @@ ABLATIONS["dqn"] = {
 
 @dataclass
 class Args:
-    script: tyro.conf.Positional[str] = "ppo_continuous_action"
+    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(SCRIPTS)
     steps: int | None = None  # env steps of each run; default: the script's own
     pairs: int = 3  # turns of all variants
     out: Path = Path("runs/ablate")  # where the JSON goes
@@ -237,17 +237,17 @@ def edited(source: str, edits: Edits) -> str:
     return source
 
 
-def main(args: Args):
-    env_id, steps = SCRIPTS[args.script]
-    variants = {"eager": ("eager", ()), "compile": ("compile", ())} | ABLATIONS[args.script]
+def ablate(script: str, args: Args):
+    env_id, steps = SCRIPTS[script]
+    variants = {"eager": ("eager", ()), "compile": ("compile", ())} | ABLATIONS[script]
     runs = {name: [] for name in variants}
     for turn in range(args.pairs):
         for name, (mode, edits) in variants.items():
             print(f"turn {turn + 1} of {args.pairs}: {name}", file=sys.stderr)
-            file = f"{args.script}{MODES[mode][0]}.py"
+            file = f"{script}{MODES[mode][0]}.py"
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, file).write_text(edited((ROOT / "leanrl" / file).read_text(), edits))
-                runs[name].append(measure(args.script, mode, args.steps or steps, env_id, turn + 1, Path(folder)))
+                runs[name].append(measure(script, mode, args.steps or steps, env_id, turn + 1, Path(folder)))
     rows = []
     for name, (mode, _) in variants.items():
         base = runs["compile" if not name.startswith("eager") else "eager"]
@@ -257,8 +257,13 @@ def main(args: Args):
         rows.append(row | {"sps": interval([r["SPS"] for r in runs[name]]), "runs": runs[name]})
         print(f"{name:65s} {row['ratio'][0]:5.2f}  ({row['ratio'][1]:.2f} - {row['ratio'][2]:.2f})")
     args.out.mkdir(parents=True, exist_ok=True)
-    report = {"script": args.script, "env_id": env_id, "machine": machine(), "variants": rows}
-    (args.out / f"{args.script}.json").write_text(json.dumps(report, indent=1) + "\n")
+    report = {"script": script, "env_id": env_id, "machine": machine(), "variants": rows}
+    (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main(args: Args):
+    for script in args.scripts:
+        ablate(script, args)
 
 
 if __name__ == "__main__":

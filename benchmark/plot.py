@@ -12,10 +12,10 @@ import re
 import sys
 from collections import defaultdict
 from pathlib import Path
-from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
+SCRIPTS = ("ppo_continuous_action", "td3_continuous_action", "sac_continuous_action", "dqn")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS, PEER = "#2b6cb0", "#a0aec0"
 
@@ -136,12 +136,8 @@ def best_block(folder: str = "cpu") -> str:
     for report in speed_reports(folder):
         rows = {row["mode"]: row for row in report["modes"]}
         ours = max((row for mode, row in rows.items() if is_ours(mode)), key=lambda row: row["sps"][0])
-        per_peer = {  # turn by turn; the fastest peer is the one we beat by least
-            mode: median(a["SPS"] / b["SPS"] for a, b in zip(ours["runs"], row["runs"], strict=True))
-            for mode, row in rows.items()
-            if not is_ours(mode)
-        }
-        peer = min(per_peer, key=per_peer.get)
+        peer = max((mode for mode in rows if not is_ours(mode)), key=lambda mode: rows[mode]["sps"][0])
+        times_eager, times_peer = (ours["sps"][0] / rows[mode]["sps"][0] for mode in ("eager", peer))
         finals = [
             f"{env} {mean} ({published})" if published else f"{env} {mean}"
             for script, env, _, mode, _, mean, published in return_rows()
@@ -149,7 +145,7 @@ def best_block(folder: str = "cpu") -> str:
         ]
         lines.append(
             f"| {report['script']} | {report['env_id']} | {rows['eager']['sps'][0]:,.0f} | **{ours['sps'][0]:,.0f}** "
-            f"({ours['ratio'][0]:.1f} x eager, {per_peer[peer]:.1f} x peer) | "
+            f"({times_eager:.2f} x eager, {times_peer:.2f} x peer) | "
             f"{rows[peer]['sps'][0]:,.0f} ({peer}) | {'<br>'.join(finals)} |"
         )
     return "\n".join(lines)
@@ -161,7 +157,7 @@ def return_rows() -> list[tuple]:
 
     published = read_csv(ROOT / "benchmark" / "published.csv")
     theirs = {
-        (p["script"], p["env_id"], p["steps"]): f"{float(p['mean']):,.0f} ± {float(p['std']):,.0f}" for p in published
+        (p["script"], p["env_id"]): (p["steps"], f"{float(p['mean']):,.0f} ± {float(p['std']):,.0f}") for p in published
     }
     groups = defaultdict(dict)
     for run in read_csv(RESULTS / "returns.csv"):
@@ -170,16 +166,18 @@ def return_rows() -> list[tuple]:
     for (script, env_id, steps, mode), returns in groups.items():
         values = np.array(list(returns.values()))
         spread = f" ± {values.std(ddof=1):,.0f}" if len(values) > 1 else ""
-        beside = theirs.get((script, env_id, steps), "")
+        after, beside = theirs.get((script, env_id), (steps, ""))
+        beside += f" at {int(after):,}" if beside and after != steps else ""
         rows.append((script, env_id, steps, mode, " ".join(returns), f"{values.mean():,.0f}{spread}", beside))
     return rows
 
 
-def returns_block() -> str:
-    """Markdown: mean and standard deviation over seeds, beside the published ones."""
+def returns_block(only: str | None = None) -> str:
+    """Markdown: mean and standard deviation over seeds, beside the published ones, of all scripts or of one."""
     lines = ["| script | environment | steps | mode | seeds | return | published |", "|---|---|---|---|---|---|---|"]
     for script, env_id, steps, *rest in return_rows():
-        lines.append(f"| {script} | {env_id} | {int(steps):,} | " + " | ".join(rest) + " |")
+        if only in (None, script):
+            lines.append(f"| {script} | {env_id} | {int(steps):,} | " + " | ".join(rest) + " |")
     return "\n".join(lines)
 
 
@@ -198,7 +196,22 @@ def ablation_block() -> str:
     return "\n".join(lines)
 
 
-BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "returns": returns_block, "ablation": ablation_block}
+def phases_block() -> str:
+    """Markdown: microseconds of an environment step in each phase of the loop, and of them in the simulator itself."""
+    lines = ["| script | mode | act | learn | step and store | report | together | of it in the simulator |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for report in speed_reports("phases"):
+        for row in report["modes"]:
+            names = ("act", "learn", "step and store", "report", "microseconds", "simulator")
+            cells = " | ".join(f"{row[name]:,.1f}" for name in names)
+            lines.append(f"| {report['script']} | {row['mode']} | {cells} |")
+    return "\n".join(lines)
+
+
+BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "returns": returns_block}
+BLOCKS |= {"ablation": ablation_block, "phases": phases_block}
+for script in SCRIPTS:
+    BLOCKS[f"returns {script}"] = lambda script=script: returns_block(script)
 
 
 def main(check: bool):

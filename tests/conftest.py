@@ -135,6 +135,13 @@ class DictEnv(gym.Env):
         return {"a": self.np_random.random((2, 2), np.float32), "b": 2}, 1.0, False, self.t == 5, {}
 
 
+class IdleEnv(BoundedEnv):
+    """Observes nothing but zeros."""
+
+    def observe(self):
+        return np.zeros(3, np.float32)
+
+
 class DiscreteScriptedEnv(ScriptedEnv):
     """With three actions, numbered from 1."""
 
@@ -169,6 +176,16 @@ class DiscreteNanEnv(NanEnv, DiscreteDictEnv):
     """Pays a reward that is not a number for one of three actions."""
 
 
-ENVS = (ScriptedEnv, BoundedEnv, DiscreteScriptedEnv, DictEnv, DiscreteDictEnv, ImageEnv, NanEnv, DiscreteNanEnv)
+ENVS = (
+    ScriptedEnv,
+    BoundedEnv,
+    IdleEnv,
+    DiscreteScriptedEnv,
+    DictEnv,
+    DiscreteDictEnv,
+    ImageEnv,
+    NanEnv,
+    DiscreteNanEnv,
+)
 for env in ENVS:
     gym.register(env.__name__ + "-v0", entry_point=env, disable_env_checker=True)

@@ -192,3 +192,22 @@ def test_wandb_is_not_imported_without_track(own_folder):
     )
     process = command("-c", code, cwd=own_folder, env=os.environ | {"PYTHONPATH": str(ROOT / "leanrl")})
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_nothing_grows_with_time(name, own_folder):
+    """Three times as many steps need no more memory, once the replay is full."""
+    code = (
+        "import resource, sys; import {name} as script\n"
+        "for steps in (2000, 6000):\n"
+        "    script.train(script.Args(**{args}, total_timesteps=steps))\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)\n"
+    )
+    args = {k: v for k, v in tiny(name).items() if k != "total_timesteps"} | {"batch_size": 8, "device": "cpu"}
+    process = command(
+        "-c", code.format(name=name, args=args), cwd=own_folder, env=os.environ | {"PYTHONPATH": str(ROOT / "leanrl")}
+    )
+    assert process.returncode == 0, process.stderr
+    short, long = map(int, process.stdout.split())
+    assert long - short < 8, f"{short} MB after 2000 steps, {long} MB after 6000"
