@@ -92,8 +92,8 @@ def summarise(runs: dict[str, list[dict]]) -> list[dict]:
     for mode, results in runs.items():
         row = {"mode": mode, "sps": interval([r["SPS"] for r in results])}
         row["ratio"] = interval([r["SPS"] / b["SPS"] for r, b in zip(results, base, strict=True)])
-        for key in ("startup_seconds", "host_mb", "device_mb", "gpu_utilisation", "env_share"):
-            values = [r[key] for r in results]
+        for key in ("startup_seconds", "host_mb", "device_mb", "gpu_utilisation", "env_share", "graph_share"):
+            values = [r.get(key) for r in results]
             row[key] = None if None in values else float(np.median(values))
         rows.append(row | {"runs": results})
     return rows
@@ -101,6 +101,7 @@ def summarise(runs: dict[str, list[dict]]) -> list[dict]:
 
 def text_table(rows: list[dict]) -> str:
     header = ["mode", "steps/s", "95 % interval", "x eager", "start-up s", "host MB", "GPU MB", "GPU %", "env %"]
+    header.append("graph %")  # what replays of the update's graphs alone take, of the loop's time
     cells = [header]
     for row in rows:
         (sps, low, high), none = row["sps"], "-"
@@ -110,6 +111,7 @@ def text_table(rows: list[dict]) -> str:
             none if row["device_mb"] is None else f"{row['device_mb']:,.0f}",
             none if row["gpu_utilisation"] is None else f"{row['gpu_utilisation']:.0f}",
             f"{100 * row['env_share']:.0f}",
+            none if row["graph_share"] is None else f"{100 * row['graph_share']:.0f}",
         ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [

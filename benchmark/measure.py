@@ -109,16 +109,22 @@ PEERS = {  # script -> name of the peer -> (package it needs, function)
 
 def run_script(args: Args) -> dict:
     """Trains by a call of the script's train(), in a folder that is thrown away."""
+    import torch
+
     suffix, flags = MODES[args.mode]
     sys.path.insert(0, str(args.folder))
     script = importlib.import_module(args.script + suffix)
+    graphs = know_graphs(script) if suffix else []
     flags = [*flags, "--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
     flags += ["--learning-starts", LEARNING_STARTS] if hasattr(script.Args, "learning_starts") else []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         metrics = script.train(tyro.cli(script.Args, args=[*map(str, flags), "--exp-name", args.mode]))
         os.chdir(ROOT)
-    return {name: metrics[name] for name in ("SPS", "startup_seconds", "episodic_return")}
+    result = {name: metrics[name] for name in ("SPS", "startup_seconds", "episodic_return")}
+    learning_steps = max(args.steps - LEARNING_STARTS, 1)
+    result["graph_share"] = graph_share(graphs, 1 / metrics["SPS"], learning_steps, torch.cuda.synchronize)
+    return result
 
 
 def run_peer(args: Args, warmup_reports: int = 3) -> dict:
@@ -160,6 +166,38 @@ def time_env_steps(env_id: str) -> list[float]:
 
     cls.step = timed_step
     return spent
+
+
+def know_graphs(script) -> list:
+    """Makes the script's CUDA graphs known: the list gets each CudaGraphModule, which counts its calls."""
+    graphs = []
+
+    class Known(script.CudaGraphModule):
+        def __init__(self, function: Callable, **kwargs):
+            super().__init__(function, **kwargs)
+            self.name, self.calls = getattr(function, "__name__", ""), 0
+            graphs.append(self)
+
+        def __call__(self, *args):
+            self.calls += 1
+            return super().__call__(*args)
+
+    script.CudaGraphModule = Known
+    return graphs
+
+
+def graph_share(graphs: list, seconds_per_step: float, learning_steps: int, synchronize: Callable) -> float | None:
+    """The time that replays of the update graphs alone take, per env step, as a share of the loop's."""
+    spent = 0.0
+    for graph in graphs:
+        if graph.name in ("update", "update_with_actor") and graph.calls > 10:
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                graph.graph.replay()
+            synchronize()
+            spent += (time.perf_counter() - start) / 200 * graph.calls
+    return spent / learning_steps / seconds_per_step if spent else None
 
 
 def sample_gpu(samples: list[float], stop: threading.Event):

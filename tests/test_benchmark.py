@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 import ablate  # noqa: E402
 import compare  # noqa: E402
 import measure  # noqa: E402
+import phases  # noqa: E402
 import plot  # noqa: E402
 
 
@@ -22,6 +25,8 @@ def test_every_pair_is_measured_and_its_tricks_can_be_taken_out():
         for mode, edits in ablate.ABLATIONS[script].values():
             source = (ROOT / "leanrl" / f"{script}{measure.MODES[mode][0]}.py").read_text()
             compile(ablate.edited(source, edits), script, "exec")  # applies, and is Python
+        for suffix in ("", "_torchcompile"):
+            compile(phases.timed((ROOT / "leanrl" / f"{script}{suffix}.py").read_text()), script, "exec")
 
 
 def test_interval_covers_the_median():
@@ -44,6 +49,32 @@ def test_summary_pairs_the_turns():
     assert eager["ratio"] == [1, 1, 1] and compiled["ratio"] == [3, 3, 3]
     assert compiled["sps"][0] == 225 and compiled["device_mb"] is None
     assert "3.00" in compare.text_table([eager, compiled])
+
+
+def test_the_share_of_the_graphs_counts_calls_of_updates_alone():
+    """One graph of 2 ms called at each of 100 steps that take 8 ms, another that is no update: a quarter."""
+
+    def graph(name: str, seconds: float):
+        replay = SimpleNamespace(replay=lambda: time.sleep(seconds))
+        return SimpleNamespace(name=name, calls=100, graph=replay)
+
+    graphs = [graph("update", 0.002), graph("act", 0.004)]
+    assert measure.graph_share(graphs, 0.008, 100, lambda: None) == pytest.approx(0.25, rel=0.3)
+    assert measure.graph_share([], 0.008, 100, lambda: None) is None
+
+
+def test_graphs_become_known():
+    class Module:
+        def __init__(self, function, warmup=2):
+            self.function = function
+
+        def __call__(self, *args):
+            return self.function(*args)
+
+    script = SimpleNamespace(CudaGraphModule=Module)
+    graphs = measure.know_graphs(script)
+    update = script.CudaGraphModule(lambda x: x + 1, warmup=3)
+    assert update(1) == 2 and [(graph.name, graph.calls) for graph in graphs] == [("<lambda>", 1)]
 
 
 @pytest.mark.slow

@@ -48,27 +48,32 @@ def test_gaussian_against_torch():
     torch.testing.assert_close(entropy, reference.entropy().sum(-1)[0])
 
 
-@pytest.mark.parametrize("clip_vloss", [True, False])
-def test_ppo_loss_ignores_masked_rows_and_equals_the_textbook(clip_vloss):
+@pytest.mark.parametrize(
+    "flags", [{}, {"clip_vloss": False}, {"norm_adv": False, "clip_coef": 0.1, "vf_coef": 0.7}], ids=str
+)
+def test_ppo_loss_ignores_masked_rows_and_equals_the_textbook(flags):
     script, rng = load(EAGER), torch.Generator().manual_seed(0)
     rows = {name: torch.randn(64, generator=rng) for name in ("logprob", "value", "advantage", "return")}
     batch = rows | {"valid": (torch.rand(64, generator=rng) < 0.8).float()}
     logprob, value = (torch.randn(64, generator=rng) * 0.3 + rows[name] for name in ("logprob", "value"))
-    args = script.Args(ent_coef=0.01, clip_vloss=clip_vloss)
+    args = script.Args(ent_coef=0.01, **flags)
+    clip = args.clip_coef
     loss, losses = script.ppo_loss(logprob, torch.tensor(1.5), value, batch, args)
 
     keep = batch["valid"] > 0
-    advantage = (rows["advantage"][keep] - rows["advantage"][keep].mean()) / (rows["advantage"][keep].std() + 1e-8)
+    advantage = rows["advantage"][keep]
+    if args.norm_adv:
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     ratio = (logprob - rows["logprob"])[keep].exp()
-    policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).mean()
     error = (value - rows["return"])[keep] ** 2
-    clipped = rows["value"][keep] + (value - rows["value"])[keep].clamp(-0.2, 0.2)
-    if clip_vloss:
+    clipped = rows["value"][keep] + (value - rows["value"])[keep].clamp(-clip, clip)
+    if args.clip_vloss:
         error = torch.maximum(error, (clipped - rows["return"][keep]) ** 2)
-    torch.testing.assert_close(loss, policy_loss - 0.01 * 1.5 + 0.5 * 0.5 * error.mean())
+    torch.testing.assert_close(loss, policy_loss - 0.01 * 1.5 + args.vf_coef * 0.5 * error.mean())
     torch.testing.assert_close(losses["approx_kl"], (ratio - 1 - ratio.log()).mean())
     torch.testing.assert_close(losses["old_approx_kl"], -ratio.log().mean())
-    torch.testing.assert_close(losses["clipfrac"], ((ratio - 1).abs() > 0.2).float().mean())
+    torch.testing.assert_close(losses["clipfrac"], ((ratio - 1).abs() > clip).float().mean())
 
 
 def test_adam_against_torch():

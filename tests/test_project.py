@@ -1,6 +1,7 @@
 """Requirements, PEP 723 blocks, and every command that the documents show."""
 
 import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import tyro
 from conftest import ROOT, SCRIPTS, load
 
+sys.path.insert(0, str(ROOT / "benchmark"))
 EXTRA = {  # script without suffix -> its requirements file
     "ppo_continuous_action": "mujoco",
     "td3_continuous_action": "mujoco",
@@ -55,9 +57,12 @@ def commands() -> list[str]:
     for path in DOCUMENTS:
         for block in re.findall(r"```(?:bash|sh)\n(.*?)```", path.read_text(), re.DOTALL):
             lines += block.replace("\\\n", " ").splitlines()
+    lines += (ROOT / "run.sh").read_text().replace("exec python", "python").replace("$script", "dqn").splitlines()
+    for path in (ROOT / "benchmark").glob("*.py"):
+        lines += (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
     for name in SCRIPTS:
         lines += ast.get_docstring(ast.parse((ROOT / "leanrl" / f"{name}.py").read_text())).splitlines()
-    lines = [line.split("  #")[0].strip() for line in lines]
+    lines = [line.split("  #")[0].strip() for line in lines if '"$' not in line and "/$" not in line]
     return sorted({line for line in lines if re.match(r"(python|uv run|\./run\.sh)\b", line)})
 
 
@@ -65,16 +70,21 @@ def commands() -> list[str]:
 def test_every_command_in_the_documents_parses(line):
     program, *words = shlex.split(line)
     if program == "./run.sh":
-        known = {"test", "train", "compare", "sweep", "help"}
-        assert not words or words[0] in known
-        if words[:1] != ["train"]:
+        if not words or words[0] in ("help", "test"):
             return
-        words = words[1:]
+        if words[0] == "sweep":
+            assert not words[1:]
+            return
+        words = ["benchmark/compare.py", *words[1:]] if words[0] == "compare" else words[1:]
     elif program == "uv":
         words = words[1:]
     name = words[0].removesuffix(".py").removeprefix("leanrl/")
-    if name.startswith("benchmark/"):
-        assert (ROOT / words[0]).exists()
+    if name == "benchmark/plot":
+        assert set(words[1:]) <= {"--check"}
+    elif name.startswith("benchmark/"):
+        args = tyro.cli(importlib.import_module(name.removeprefix("benchmark/")).Args, args=words[1:])
+        scripts = getattr(args, "scripts", None) or [args.script]
+        assert all((ROOT / "leanrl" / f"{script}.py").exists() for script in scripts)
     else:
         tyro.cli(load(name).Args, args=words[1:])
 
