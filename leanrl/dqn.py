@@ -115,9 +115,9 @@ class QNetwork(nn.Module):
         return self.layers(obs)
 
 
-def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+def linear_schedule(start: float, end: float, duration: float, step: np.ndarray) -> np.ndarray:
     """From start at step 0 to end at step `duration`, and end from there on."""
-    return end if step >= duration else start + (end - start) * step / duration
+    return start + (end - start) * np.minimum(step / max(duration, 1e-9), 1)
 
 
 def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.device) -> Tensor:
@@ -223,7 +223,7 @@ def train(args: Args) -> dict[str, float]:
     actions, obs_dim = envs[0].action_space, envs[0].observation_space.shape[0]
     device, run_dir, writer = start_run(args)
     torch.set_num_threads(1)  # matrices this small leave a second core little to do but to be waited for
-    rng, num_actions = np.random.default_rng(args.seed), int(actions.n)
+    rng, ahead = np.random.default_rng(args.seed), np.arange(REPORT_INTERVAL)[:, None]
     exploration_steps = args.exploration_fraction * args.total_timesteps
     # A row of the replay ring. Its parts are views: stepping the envs fills it.
     row, truncated = np.zeros((N, obs_dim + 1 + 3), np.float32), np.zeros(N, bool)
@@ -233,20 +233,22 @@ def train(args: Args) -> dict[str, float]:
     ring = replay_ring(args.buffer_size, *row.shape, device)
     ring[0] = torch.as_tensor(row)
 
-    q_network = QNetwork(obs_dim, num_actions).to(device)
+    q_network = QNetwork(obs_dim, int(actions.n)).to(device)
     target_network = copy.deepcopy(q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
 
     def act() -> np.ndarray:
         with torch.no_grad():
-            return q_network(torch.as_tensor(obs, device=device)).argmax(-1).cpu().numpy()  # the one sync of a step
+            return (
+                q_network(torch.as_tensor(obs, device=device)).argmax(-1).cpu().numpy() + actions.start
+            )  # one sync a step
 
     def learn(newest: int) -> dict[str, Tensor]:
         """A step of the network towards the target (eq. 2) on a new batch."""
         batch = sample(ring, newest, min(newest, len(ring) - 1), B, obs_dim)
         with torch.no_grad():
             target = td_target(batch, target_network(batch["next_obs"]).amax(-1), args.gamma)
-        q = q_network(batch["obs"]).gather(-1, batch["action"].long()).squeeze(-1)
+        q = q_network(batch["obs"]).gather(-1, batch["action"].long() - actions.start).squeeze(-1)
         loss = td_loss(q, target, batch["weight"])
         optimizer.zero_grad()
         loss.backward()
@@ -257,13 +259,13 @@ def train(args: Args) -> dict[str, float]:
     last_returns, losses, marks, global_step = deque(maxlen=100), {}, [], 0
     for step in range(total_steps):
         # act
-        if step % REPORT_INTERVAL == 0:  # draw many at once
-            chance = rng.random((REPORT_INTERVAL, N))
-            random_action = rng.integers(num_actions, size=(REPORT_INTERVAL, N))
-        epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-        action, greedy = random_action[step % REPORT_INTERVAL], chance[step % REPORT_INTERVAL] >= epsilon
-        if greedy.any():
-            action = np.where(greedy, act(), action)
+        now = step % REPORT_INTERVAL
+        if now == 0:  # draw many at once
+            random_action = actions.start + rng.integers(actions.n, size=(REPORT_INTERVAL, N))
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step + N * ahead)
+            greedy = rng.random((REPORT_INTERVAL, N)) >= epsilon
+            ask = greedy.any(1).tolist()
+        action = np.where(greedy[now], act(), random_action[now]) if ask[now] else random_action[now]
 
         # learn
         learning = step > 0 and global_step >= args.learning_starts
@@ -276,7 +278,7 @@ def train(args: Args) -> dict[str, float]:
         # step and store
         row_action[:], valid[:] = action, 1 - np.maximum(terminated, truncated)
         global_step += N
-        for episode in step_envs(envs, action + actions.start, obs, reward, terminated, truncated):
+        for episode in step_envs(envs, action, obs, reward, terminated, truncated):
             writer.add_scalar("charts/episodic_return", episode["r"], global_step)
             writer.add_scalar("charts/episodic_length", episode["l"], global_step)
             last_returns.append(episode["r"])
@@ -285,7 +287,7 @@ def train(args: Args) -> dict[str, float]:
         # report
         if losses and (global_step % REPORT_INTERVAL < N or step + 1 == total_steps):
             metrics = report(losses, last_returns, marks, global_step, writer, progress)
-            writer.add_scalar("charts/epsilon", epsilon, global_step)
+            writer.add_scalar("charts/epsilon", epsilon[now, 0], global_step)
 
     ran = {"device": str(device), "compile": False, "cudagraphs": False}
     (run_dir / "summary.json").write_text(json.dumps({"ran": ran, "metrics": metrics, "args": asdict(args)}, indent=2))

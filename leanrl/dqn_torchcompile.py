@@ -120,9 +120,9 @@ class QNetwork(nn.Module):
         return self.layers(obs)
 
 
-def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+def linear_schedule(start: float, end: float, duration: float, step: np.ndarray) -> np.ndarray:
     """From start at step 0 to end at step `duration`, and end from there on."""
-    return end if step >= duration else start + (end - start) * step / duration
+    return start + (end - start) * np.minimum(step / max(duration, 1e-9), 1)
 
 
 def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.device) -> Tensor:
@@ -243,7 +243,7 @@ def train(args: Args) -> dict[str, float]:
     actions, obs_dim = envs[0].action_space, envs[0].observation_space.shape[0]
     device, run_dir, writer = start_run(args)
     torch.set_num_threads(1)  # matrices this small leave a second core little to do but to be waited for
-    rng, num_actions = np.random.default_rng(args.seed), int(actions.n)
+    rng, ahead = np.random.default_rng(args.seed), np.arange(REPORT_INTERVAL)[:, None]
     exploration_steps = args.exploration_fraction * args.total_timesteps
     # A row of the replay ring. Its parts are views: stepping the envs fills it.
     row, truncated = np.zeros((N, obs_dim + 1 + 3), np.float32), np.zeros(N, bool)
@@ -258,7 +258,7 @@ def train(args: Args) -> dict[str, float]:
     newest, offsets = torch.zeros((), dtype=torch.long, device=device), torch.arange(1, K + 1, device=device)
     host_rows = rows.numpy()
 
-    q_network = QNetwork(obs_dim, num_actions).to(device)
+    q_network = QNetwork(obs_dim, int(actions.n)).to(device)
     flat = nn.utils.parameters_to_vector(q_network.requires_grad_(False).parameters())  # perf[12]
     nn.utils.vector_to_parameters(flat, q_network.parameters())  # from here on they are views of it
     target_flat, shapes = copy.deepcopy(flat), {name: p.shape for name, p in q_network.named_parameters()}
@@ -266,11 +266,12 @@ def train(args: Args) -> dict[str, float]:
     lr = torch.full((), args.learning_rate, device=device)
     # perf[14] act on the host in NumPy, many times faster on single rows; a GPU sends the parameters after each update
     host_flat = torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat) if on_gpu else flat
+    start = int(actions.start)
     w1, b1, w2, b2, w3, b3 = (p.numpy().T for p in unflatten(host_flat, shapes).values())
 
     def act() -> np.ndarray:
         hidden = np.maximum(obs @ w1 + b1, 0)
-        return (np.maximum(hidden @ w2 + b2, 0) @ w3 + b3).argmax(-1)
+        return (np.maximum(hidden @ w2 + b2, 0) @ w3 + b3).argmax(-1) + actions.start
 
     def insert(new_rows: Tensor):
         ring.index_copy_(0, (newest + offsets) % len(ring), new_rows)
@@ -285,7 +286,7 @@ def train(args: Args) -> dict[str, float]:
 
         def loss_of(flat: Tensor):
             q = functional_call(q_network, unflatten(flat, shapes), batch["obs"])
-            q = q.gather(-1, batch["action"].long()).squeeze(-1)
+            q = q.gather(-1, batch["action"].long() - start).squeeze(-1)
             return td_loss(q, target, batch["weight"]), q
 
         grad, (loss, q) = grad_and_value(loss_of, has_aux=True)(flat)  # perf[1]
@@ -309,13 +310,13 @@ def train(args: Args) -> dict[str, float]:
     last_returns, losses, marks, global_step = deque(maxlen=100), {}, [], 0
     for step in range(total_steps):
         # act
-        if step % REPORT_INTERVAL == 0:  # draw many at once
-            chance = rng.random((REPORT_INTERVAL, N))
-            random_action = rng.integers(num_actions, size=(REPORT_INTERVAL, N))
-        epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-        action, greedy = random_action[step % REPORT_INTERVAL], chance[step % REPORT_INTERVAL] >= epsilon
-        if greedy.any():
-            action = np.where(greedy, act(), action)
+        now = step % REPORT_INTERVAL
+        if now == 0:  # draw many at once
+            random_action = actions.start + rng.integers(actions.n, size=(REPORT_INTERVAL, N))
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step + N * ahead)
+            greedy = rng.random((REPORT_INTERVAL, N)) >= epsilon
+            ask = greedy.any(1).tolist()
+        action = np.where(greedy[now], act(), random_action[now]) if ask[now] else random_action[now]
 
         # learn
         learning = step > 0 and global_step >= args.learning_starts
@@ -330,7 +331,7 @@ def train(args: Args) -> dict[str, float]:
         # step and store
         row_action[:], valid[:] = action, 1 - np.maximum(terminated, truncated)
         global_step += N
-        for episode in step_envs(envs, action + actions.start, obs, reward, terminated, truncated):
+        for episode in step_envs(envs, action, obs, reward, terminated, truncated):
             writer.add_scalar("charts/episodic_return", episode["r"], global_step)
             writer.add_scalar("charts/episodic_length", episode["l"], global_step)
             last_returns.append(episode["r"])
@@ -341,7 +342,7 @@ def train(args: Args) -> dict[str, float]:
         # report
         if losses and (global_step % REPORT_INTERVAL < N or step + 1 == total_steps):
             metrics = report(losses, last_returns, marks, global_step, writer, progress)
-            writer.add_scalar("charts/epsilon", epsilon, global_step)
+            writer.add_scalar("charts/epsilon", epsilon[now, 0], global_step)
             if args.compile:  # perf[13] all is compiled and no shape changes: skip the guards
                 torch.compiler.set_stance(skip_guard_eval_unsafe=True)
 
