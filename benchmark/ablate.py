@@ -196,9 +196,10 @@ ABLATIONS["dqn"] = {
         (
             (
                 "        hidden = np.maximum(obs @ w1 + b1, 0)\n"
-                "        return (np.maximum(hidden @ w2 + b2, 0) @ w3 + b3).argmax(-1)\n",
+                "        return (np.maximum(hidden @ w2 + b2, 0) @ w3 + b3).argmax(-1) + actions.start\n",
                 "        params = unflatten(flat, shapes)\n"
-                "        return functional_call(q_network, params, torch.as_tensor(obs)).argmax(-1).numpy()\n",
+                "        q = functional_call(q_network, params, torch.as_tensor(obs))\n"
+                "        return q.argmax(-1).numpy() + actions.start\n",
             ),
         ),
     ),

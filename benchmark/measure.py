@@ -1,6 +1,6 @@
 """Measures one mode of one script, or one peer, in this process, and prints a line of JSON. compare.py runs it.
 
-python benchmark/measure.py ppo_continuous_action --mode compile --steps 40960
+python benchmark/measure.py ppo_continuous_action --mode compile --steps 40960 --env-id HalfCheetah-v4
 """
 
 import importlib

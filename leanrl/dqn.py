@@ -117,7 +117,8 @@ class QNetwork(nn.Module):
 
 def linear_schedule(start: float, end: float, duration: float, step: np.ndarray) -> np.ndarray:
     """From start at step 0 to end at step `duration`, and end from there on."""
-    return start + (end - start) * np.minimum(step / max(duration, 1e-9), 1)
+    share = np.minimum(step / max(duration, 1e-9), 1)
+    return (1 - share) * start + share * end
 
 
 def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.device) -> Tensor:

@@ -19,7 +19,9 @@ GATES = {  # script -> problem, most that the first 3 episodes may pay, least th
         {"env_id": "InvertedPendulum-v5", "total_timesteps": 24_576, "num_steps": 1024, "learning_rate": 1e-3}, 50, 900
     ),
     # a policy that keeps the pendulum up gets about -150 (after a bad start -380), an untrained one -1200
-    "td3_continuous_action": (PENDULUM | {"total_timesteps": 7_000, "learning_rate": 1e-3, "gamma": 0.95, "tau": 0.01}, -700, -450),
+    "td3_continuous_action": (
+        PENDULUM | {"total_timesteps": 7_000, "learning_rate": 1e-3, "gamma": 0.95, "tau": 0.01}, -700, -450
+    ),
     "sac_continuous_action": (PENDULUM | {"total_timesteps": 6_000, "policy_lr": 1e-3}, -700, -450),
     # 500 is the most, a random policy gets about 22
     "dqn": ({"total_timesteps": 40_000, "learning_rate": 1e-3, "learning_starts": 1000}, 60, 150),

@@ -57,12 +57,13 @@ def commands() -> list[str]:
     for path in DOCUMENTS:
         for block in re.findall(r"```(?:bash|sh)\n(.*?)```", path.read_text(), re.DOTALL):
             lines += block.replace("\\\n", " ").splitlines()
-    lines += (ROOT / "run.sh").read_text().replace("exec python", "python").replace("$script", "dqn").splitlines()
+    shell = (ROOT / "run.sh").read_text().replace("exec python", "python").replace("$script", "dqn")
+    lines += [line for line in map(str.strip, shell.splitlines()) if line.startswith("python benchmark/")]
     for path in (ROOT / "benchmark").glob("*.py"):
         lines += (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
     for name in SCRIPTS:
         lines += ast.get_docstring(ast.parse((ROOT / "leanrl" / f"{name}.py").read_text())).splitlines()
-    lines = [line.split("  #")[0].strip() for line in lines if '"$' not in line and "/$" not in line]
+    lines = [line.split("  #")[0].strip() for line in lines if "$" not in line]
     return sorted({line for line in lines if re.match(r"(python|uv run|\./run\.sh)\b", line)})
 
 

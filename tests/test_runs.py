@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import gymnasium as gym
 import pytest
 import torch
 from conftest import OFF_POLICY, PPO_CONTINUOUS, ROOT, SCRIPTS, load, tiny, train
@@ -86,6 +87,7 @@ def test_ids_of_a_users_own_package(monkeypatch, name, own_folder):
         f"gym.register('Mine-v0', entry_point='gymnasium.envs.classic_control:{env}', max_episode_steps=50)\n"
     )
     monkeypatch.syspath_prepend(str(own_folder))
+    gym.registry.pop("Mine-v0", None), sys.modules.pop("my_package", None)
     run = train(monkeypatch, name, **tiny(name) | {"env_id": "my_package:Mine-v0"})
     assert json.loads((run.run_dir / "summary.json").read_text())["args"]["env_id"] == "my_package:Mine-v0"
 
