@@ -19,7 +19,7 @@ from measure import MODES, ROOT
 Edits = tuple[tuple[str, str], ...]
 UPDATE = "torch.compile(ppo_update, fullgraph=True)"
 SKIP = "torch.compiler.set_stance(skip_guard_eval_unsafe=True)"
-COMPILED = "(torch.compile(f, fullgraph=True) for f in "  # in the off-policy twins
+COMPILED = "(torch.compile(f, fullgraph=True) for f in (policy"  # in the off-policy twins
 
 ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done to it -> (mode, edits)
     "ppo_continuous_action": {
@@ -157,7 +157,12 @@ for algorithm, rates in (("td3", ["learning_rate"] * 2), ("sac", ["policy_lr", "
         "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
         "with the policy step not compiled": (
             "compile",
-            (("        act, update, update_with_actor = (torch", "        _, update, update_with_actor = (torch"),),
+            (
+                (
+                    "        policy, update, update_with_actor = compiled",
+                    "        _, update, update_with_actor = compiled",
+                ),
+            ),
         ),
         "with one thread": ("compile", ((SET_UP, "    torch.set_num_threads(1)\n" + SET_UP),)),
         "tried: max-autotune": (

@@ -325,23 +325,26 @@ def train(args: Args) -> dict[str, float]:
             losses |= learn_actor(batch)
         return losses
 
-    def store() -> Tensor:
-        """Sends the row and inserts it at the next place of the ring (perf[4]); returns the observations."""
+    def store(row: Tensor):
+        """Inserts a row that is on the device at the next place of the ring; perf[4] the index is a tensor."""
         newest.add_(1)
-        device_row = row.to(device, non_blocking=True)
-        ring.index_copy_(0, newest[None] % len(ring), device_row[None])
-        return device_row[:, :obs_dim]
+        ring.index_copy_(0, newest[None] % len(ring), row[None])
 
-    def act():
-        action, _ = actor(store())
-        host_action.copy_(action.clamp(low, high), non_blocking=True)
+    def policy(row: Tensor) -> Tensor:
+        store(row)
+        action, _ = actor(row[:, :obs_dim])
+        return action.clamp(low, high)
+
+    def act():  # captured, but not compiled: the copies between host and device stay as they are written
+        host_action.copy_(policy(row.to(device, non_blocking=True)), non_blocking=True)
 
     def explore():
-        store()
+        store(row.to(device, non_blocking=True))
         host_action.copy_(low + (high - low) * torch.rand(N, len(low), device=device), non_blocking=True)
 
     if args.compile:
-        act, update, update_with_actor = (torch.compile(f, fullgraph=True) for f in (act, update, update_with_actor))
+        compiled = (torch.compile(f, fullgraph=True) for f in (policy, update, update_with_actor))
+        policy, update, update_with_actor = compiled
     if args.cudagraphs and on_gpu:  # perf[2] record the launches once, replay them with one call
         act, update, update_with_actor = (CudaGraphModule(f, warmup=3) for f in (act, update, update_with_actor))
     elif args.cudagraphs:
