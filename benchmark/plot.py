@@ -139,8 +139,8 @@ def best_block(folder: str = "cpu") -> str:
         peer = max((mode for mode in rows if not is_ours(mode)), key=lambda mode: rows[mode]["sps"][0])
         times_eager, times_peer = (ours["sps"][0] / rows[mode]["sps"][0] for mode in ("eager", peer))
         finals = [
-            f"{env} {mean} ({published})" if published else f"{env} {mean}"
-            for script, env, _, mode, _, mean, published in return_rows()
+            f"{env}{f' at {int(steps):,} steps' if ' at ' in published else ''} {mean} ({published or 'none'})"
+            for script, env, steps, mode, _, mean, published in return_rows()
             if script == report["script"] and mode != "eager"
         ]
         lines.append(
