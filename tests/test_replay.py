@@ -171,6 +171,58 @@ def test_targets_stay_until_they_are_due(monkeypatch, name):
     assert not all(torch.equal(c[k], d[k]) for k in c)
 
 
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_targets_follow_the_networks_when_due(monkeypatch, name):
+    """With values that are one number, whatever the inputs: each target moves by tau of its distance, when due."""
+    script = load(name)
+    network = script.QNetwork if "dqn" in name else script.Critic
+    frequency = {"td3": "policy_frequency", "sac": "target_network_frequency", "dqn": "target_network_frequency"}
+    values, targets, batches = [], [], []
+
+    class OneNumber(network):
+        def __init__(self, *dims):
+            super().__init__(*dims)
+            torch.nn.init.zeros_(self.layers[-1].bias)  # both critics learn alike
+
+        def forward(self, obs, *action):
+            return 0 * super().forward(obs, *action) + self.layers[-1].bias.sum()
+
+    def spied(original, seen):
+        return lambda *inputs: seen.append(inputs[seen is targets].detach()) or original(*inputs)
+
+    problem = {"policy_lr": 0.0, "q_lr": 0.1} if "sac" in name else {"learning_rate": 0.1}
+    problem |= {"autotune": False, "alpha": 1e-12} if "sac" in name else {}
+    problem |= {"train_frequency": 2} if "dqn" in name else {}
+    with monkeypatch.context() as patch:
+        patch.setattr(script, network.__name__, OneNumber)
+        patch.setattr(script, "td_target", spied(script.td_target, targets))
+        patch.setattr(script, "td_loss", spied(script.td_loss, values))
+        problem |= tiny(name) | {"learning_starts": 1000, "total_timesteps": 1025, "tau": 0.25}
+        train(patch, name, **problem | {frequency[name[:3]]: 4})
+    values, targets = (torch.stack([x.mean() for x in seen]) for seen in (values, targets))
+    assert len(values) == len(targets) == (13 if "dqn" in name else 25)
+    assert abs(targets[0]) + abs(values[0]) < 1e-9 and (values.diff() != 0).all()
+    for i in range(len(values) - 1):
+        # DQN updates at steps 1000, 1002, ... and moves its target at 1000, 1004, ...; the others count updates.
+        due = i % 2 == 0 if "dqn" in name else (i + 1) % 4 == 0
+        expected = torch.lerp(targets[i], values[i + 1], 0.25) if due else targets[i]
+        torch.testing.assert_close(targets[i + 1], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("frequency", [1, 3])
+def test_the_actor_learns_when_due(monkeypatch, name, frequency):
+    """Every so many updates of the critics; SAC makes up for the wait by as many steps of the actor."""
+    script, rows = load(name), []
+    network = script.GaussianActor if "sac" in name else script.Actor
+    forward = network.forward
+    monkeypatch.setattr(network, "forward", lambda self, obs: rows.append(len(obs)) or forward(self, obs))
+    train(monkeypatch, name, **tiny(name) | {"learning_starts": 1013}, policy_frequency=frequency)
+    steps = 11 // frequency * (frequency if "sac" in name else 1)
+    assert rows.count(32) == 11 + steps  # for each target, and for each step of the actor; the others act
+    assert rows.count(1) == 11
+
+
 def test_td3_smooths_within_the_clip_and_the_bounds():
     script, low, high = load("td3_continuous_action"), torch.tensor([-1.0, -3.0]), torch.tensor([3.0, 3.0])
     actor, args = script.Actor(2, low, high), script.Args()

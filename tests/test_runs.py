@@ -178,11 +178,14 @@ def test_a_copied_twin_trains_alone(own_folder):
 
 
 @pytest.mark.slow
-def test_tracking_offline(own_folder):
-    flags = ["--track", "--env-id", "Pendulum-v1", "--num-steps", 256, "--total-timesteps", 512]
-    env = os.environ | {"WANDB_MODE": "offline"}
-    process = command(ROOT / "leanrl" / "ppo_continuous_action.py", *flags, cwd=own_folder, env=env)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_copied_script_runs_alone_and_is_tracked_offline(name, own_folder):
+    copy = shutil.copy(ROOT / "leanrl" / f"{name}.py", own_folder)
+    flags = [part for key, value in tiny(name).items() for part in ("--" + key.replace("_", "-"), value)]
+    process = command(copy, "--track", *flags, cwd=own_folder, env=os.environ | {"WANDB_MODE": "offline"})
     assert process.returncode == 0, process.stderr
+    (summary,) = (own_folder / "runs").glob(f"{tiny(name)['env_id']}__{name}__1__*/summary.json")
+    assert json.loads(summary.read_text())["metrics"]["global_step"] == 1024
     assert list((own_folder / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
