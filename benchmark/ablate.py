@@ -19,7 +19,11 @@ from measure import MODES, ROOT
 Edits = tuple[tuple[str, str], ...]
 UPDATE = "torch.compile(ppo_update, fullgraph=True)"
 SKIP = "torch.compiler.set_stance(skip_guard_eval_unsafe=True)"
-COMPILED = "(torch.compile(f, fullgraph=True) for f in (policy"  # in the off-policy twins
+OPTIONS = 'options = {"fallback_random": True}'  # in the off-policy twins
+POWERS = (
+    "    power, power_sq = (step * math.log(0.9)).exp(), (step * math.log(0.999)).exp()",
+    "    power, power_sq = 0.9**step, 0.999**step",
+)
 
 ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done to it -> (mode, edits)
     "ppo_continuous_action": {
@@ -52,10 +56,10 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
                     "    flat = nn.utils.parameters_to_vector(agent.parameters())  # perf[12]\n"
                     "    nn.utils.vector_to_parameters(flat, agent.parameters())  # from here on they are views of it\n"
                     "    adam_state = [torch.zeros_like(flat)], [torch.zeros_like(flat)], "
-                    "torch.zeros((), device=device)\n",
+                    "torch.full((), 0, device=device)\n",
                     "    flat = {name: p.detach() for name, p in agent.named_parameters()}\n"
                     "    adam_state = [[torch.zeros_like(p) for p in flat.values()] for _ in range(2)]\n"
-                    "    adam_state.append(torch.zeros((), device=device))\n",
+                    "    adam_state.append(torch.full((), 0, device=device))\n",
                 ),
                 ("functional_call(agent, unflatten(flat, shapes), ", "functional_call(agent, flat, "),
                 (
@@ -165,10 +169,9 @@ for algorithm, rates in (("td3", ["learning_rate"] * 2), ("sac", ["policy_lr", "
             ),
         ),
         "with one thread": ("compile", ((SET_UP, "    torch.set_num_threads(1)\n" + SET_UP),)),
-        "tried: max-autotune": (
-            "compile",
-            ((COMPILED, COMPILED.replace("=True", '=True, mode="max-autotune-no-cudagraphs"')),),
-        ),
+        "with Adam's powers written with **, inlined into its loop": ("compile", (POWERS,)),
+        "with the compiler's own random numbers": ("compile", ((OPTIONS, "options = {}"),)),
+        "tried: max-autotune": ("compile", ((OPTIONS, OPTIONS.replace("}", ', "max_autotune": True}')),)),
         "eager: Adam without fused=True": (
             "eager",
             tuple(
@@ -211,12 +214,7 @@ ABLATIONS["dqn"] = {
     "with as many threads as cores": ("compile", ((THREADS, "    _ = (1)"),)),
     "tried: inductor's C++ wrapper": (
         "compile",
-        (
-            (
-                "learn = torch.compile(learn, fullgraph=True)",
-                'learn = torch.compile(learn, fullgraph=True, options={"cpp_wrapper": True})',
-            ),
-        ),
+        ((OPTIONS, OPTIONS.replace("}", ', "cpp_wrapper": True}')),),
     ),
     "eager: denormal numbers": ("eager", (("torch.set_flush_denormal(True)", "torch.set_flush_denormal(False)"),)),
     "eager: the network asked in exploring steps too": (

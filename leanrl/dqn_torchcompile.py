@@ -83,13 +83,14 @@ def make_env(env_id: str, actions: type[gym.Space]) -> gym.Env:
     """An env with vectors as observations and such actions that counts its returns, or one sentence on why not."""
     try:
         env = gym.make(env_id)
-    except (gym.error.Error, ImportError) as error:
-        near = difflib.get_close_matches(env_id, gym.registry)
+    except (gym.error.Error, ImportError, ValueError) as error:
+        near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
         fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
-    if not isinstance(env.action_space, actions) or env.observation_space.dtype == np.uint8:
+    flat = env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
+    vectors = flat.observation_space.shape and env.observation_space.dtype != np.uint8  # no sequences, no images
+    if not vectors or not isinstance(env.action_space, actions):
         fail(f"{env_id} maps {env.observation_space} to {env.action_space}; needed: vectors to a {actions.__name__}.")
-    env = env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
-    return gym.wrappers.RecordEpisodeStatistics(env)
+    return gym.wrappers.RecordEpisodeStatistics(flat)
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -> list[dict]:
@@ -132,7 +133,7 @@ def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.de
     Row t % C holds, for each env, the observation at time t, and the action, reward, terminated and valid of the step
     that led to it. So a transition is two neighbouring rows, and no observation is stored twice.
     """
-    rows = buffer_size // num_envs + 1
+    rows = max(buffer_size // num_envs, 1) + 1
     needed, available = 4 * rows * num_envs * row_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[0]
@@ -146,11 +147,11 @@ def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.de
 def sample(ring: Tensor, newest, pairs, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
     """A batch of transitions from the ring, uniform over the last `pairs` pairs of rows up to time `newest`.
 
-    Integers are drawn and scaled, exactly: a product with a float32 would miss some rows of a large ring. A mean over
-    the rows that count is a sum weighted by `weight`, 0 where an env reset itself.
+    Drawn in float64, since float32 would miss some rows of a large ring. A mean over the rows that count is a sum
+    weighted by `weight`, 0 where an env reset itself.
     """
     rows, num_envs, _ = ring.shape
-    draw = torch.randint(2**36, (batch_size,), device=ring.device) * (pairs * num_envs) >> 36
+    draw = (torch.rand(batch_size, dtype=torch.float64, device=ring.device) * (pairs * num_envs)).long()
     time, env = newest - draw // num_envs, draw % num_envs
     obs, after = ring[(time - 1) % rows, env, :obs_dim], ring[time % rows, env]
     reward, terminated, valid = after[:, -3:].unbind(-1)
@@ -175,33 +176,33 @@ def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
 
 
 def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: float):
-    """A step of Adam (Kingma & Ba 2015, algorithm 1) in place; perf[3] step and lr are tensors (), not constants."""
+    """A step of Adam (Kingma & Ba 2015, end of section 2) in place; perf[3] step and lr are tensors, not constants."""
     step += 1
+    power, power_sq = (step * math.log(0.9)).exp(), (step * math.log(0.999)).exp()  # as ** a loop would repeat them
+    unbias = (1 - power_sq).sqrt()
+    rate, eps = lr * unbias / (1 - power), eps * unbias
     for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs):
         exp_avg.lerp_(grad, 0.1)
         exp_avg_sq.lerp_(grad**2, 0.001)
-        param.sub_(lr * (exp_avg / (1 - 0.9**step)) / ((exp_avg_sq / (1 - 0.999**step)).sqrt() + eps))
+        param.sub_(rate * exp_avg / (exp_avg_sq.sqrt() + eps))
 
 
 def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     """Seeds, picks the device, makes the run folder with a TensorBoard writer, which W&B follows under --track."""
-    if not 0 <= args.seed < 2**32:
-        fail(f"--seed must be from 0 to {2**32 - 1}, not {args.seed}.")
     device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path("runs", name.replace("/", "_").replace(":", "_"))
+    run_dir = Path("runs", re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"))
     try:
         device = torch.zeros((), device=device_name).device
         run_dir.mkdir(parents=True, exist_ok=True)
-    except (AssertionError, RuntimeError, OSError) as error:
-        fail(f"cannot use the device {device_name} or the folder {run_dir}: {str(error).splitlines()[0]}")
+        if args.track:
+            import wandb  # only here: nobody else needs it
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+            wandb.init(**names, config=asdict(args), sync_tensorboard=True)
+    except Exception as error:
+        fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if args.track:
-        import wandb  # only here: nobody else needs it
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-        wandb.init(**names, config=asdict(args), sync_tensorboard=True)
     torch.set_flush_denormal(True)  # the moments of idle weights decay into denormal numbers, which slow a CPU down
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -229,17 +230,15 @@ def report(losses: dict, last_returns: deque, marks: list, global_step: int, wri
 
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
-    N, B, total_steps = args.num_envs, args.batch_size, args.total_timesteps // max(args.num_envs, 1)
-    if min(N, B, args.target_network_frequency) < 1 or args.train_frequency < N or args.train_frequency % N:
-        fail(
-            "--num-envs, --batch-size and the frequencies must be at least 1, and --num-envs divide --train-frequency."
-        )
-    if args.buffer_size < args.train_frequency:
-        fail(f"--buffer-size must be at least --train-frequency, {args.train_frequency}.")
-    if (total_steps - 1) * N < max(args.learning_starts, args.train_frequency) + args.train_frequency:
-        fail(
-            f"--total-timesteps must exceed --learning-starts, {args.learning_starts}, by more than --train-frequency."
-        )
+    for name, value in vars(args).items():
+        least = int(type(value) is int and name not in ("seed", "learning_starts"))
+        if type(value) in (int, float) and not value >= least:
+            fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+    N, B, total_steps = args.num_envs, args.batch_size, args.total_timesteps // args.num_envs
+    if args.train_frequency % N or args.buffer_size < args.train_frequency:
+        fail("--train-frequency must be a multiple of --num-envs, and --buffer-size at least --train-frequency.")
+    if args.total_timesteps < (needed := max(args.learning_starts, args.train_frequency) + args.train_frequency + N):
+        fail(f"--total-timesteps must be at least {needed}, or nothing is learned after --learning-starts.")
     envs = [make_env(args.env_id, gym.spaces.Discrete) for _ in range(N)]
     actions, obs_dim = envs[0].action_space, envs[0].observation_space.shape[0]
     device, run_dir, writer = start_run(args)
@@ -263,7 +262,7 @@ def train(args: Args) -> dict[str, float]:
     flat = nn.utils.parameters_to_vector(q_network.requires_grad_(False).parameters())  # perf[12]
     nn.utils.vector_to_parameters(flat, q_network.parameters())  # from here on they are views of it
     target_flat, shapes = copy.deepcopy(flat), {name: p.shape for name, p in q_network.named_parameters()}
-    adam_state = [torch.zeros_like(flat)], [torch.zeros_like(flat)], torch.zeros((), device=device)
+    adam_state = [torch.zeros_like(flat)], [torch.zeros_like(flat)], torch.full((), 0, device=device)
     lr = torch.full((), args.learning_rate, device=device)
     # perf[14] act on the host in NumPy, many times faster on single rows; a GPU sends the parameters after each update
     host_flat = torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat) if on_gpu else flat
@@ -301,7 +300,8 @@ def train(args: Args) -> dict[str, float]:
         return losses
 
     if args.compile:
-        learn = torch.compile(learn, fullgraph=True)
+        options = {"fallback_random": True}  # PyTorch's own generator: the same numbers as without, and faster on a CPU
+        learn = torch.compile(learn, fullgraph=True, options=options)
     if args.cudagraphs and on_gpu:  # perf[2] record the launches once, replay them with one call
         update = CudaGraphModule(update, warmup=3)
     elif args.cudagraphs:

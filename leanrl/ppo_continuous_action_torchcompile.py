@@ -17,6 +17,7 @@ Departures from CleanRL's script of this name:
 import difflib
 import json
 import math
+import re
 import sys
 import time
 from collections import deque
@@ -80,13 +81,14 @@ def make_env(env_id: str, actions: type[gym.Space]) -> gym.Env:
     """An env with vectors as observations and such actions that counts its returns, or one sentence on why not."""
     try:
         env = gym.make(env_id)
-    except (gym.error.Error, ImportError) as error:
-        near = difflib.get_close_matches(env_id, gym.registry)
+    except (gym.error.Error, ImportError, ValueError) as error:
+        near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
         fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
-    if not isinstance(env.action_space, actions) or env.observation_space.dtype == np.uint8:
+    flat = env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
+    vectors = flat.observation_space.shape and env.observation_space.dtype != np.uint8  # no sequences, no images
+    if not vectors or not isinstance(env.action_space, actions):
         fail(f"{env_id} maps {env.observation_space} to {env.action_space}; needed: vectors to a {actions.__name__}.")
-    env = env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
-    return gym.wrappers.RecordEpisodeStatistics(env)
+    return gym.wrappers.RecordEpisodeStatistics(flat)
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -> list[dict]:
@@ -195,7 +197,6 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = (weight * torch.maximum(-advantage * ratio, -advantage * clipped_ratio)).sum()
-
     value_error = (value - batch["return"]) ** 2
     if args.clip_vloss:
         clipped_value = batch["value"] + (value - batch["value"]).clamp(-args.clip_coef, args.clip_coef)
@@ -216,12 +217,15 @@ def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
 
 
 def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: float):
-    """A step of Adam (Kingma & Ba 2015, algorithm 1) in place; perf[3] step and lr are tensors (), not constants."""
+    """A step of Adam (Kingma & Ba 2015, end of section 2) in place; perf[3] step and lr are tensors, not constants."""
     step += 1
+    power, power_sq = (step * math.log(0.9)).exp(), (step * math.log(0.999)).exp()  # as ** a loop would repeat them
+    unbias = (1 - power_sq).sqrt()
+    rate, eps = lr * unbias / (1 - power), eps * unbias
     for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs):
         exp_avg.lerp_(grad, 0.1)
         exp_avg_sq.lerp_(grad**2, 0.001)
-        param.sub_(lr * (exp_avg / (1 - 0.9**step)) / ((exp_avg_sq / (1 - 0.999**step)).sqrt() + eps))
+        param.sub_(rate * exp_avg / (exp_avg_sq.sqrt() + eps))
 
 
 # perf[1] write the update as one function of tensors, without backward() and step(): it compiles to a single graph
@@ -242,23 +246,20 @@ def ppo_update(agent: Agent, shapes: dict, flat: Tensor, adam_state, lr: Tensor,
 
 def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     """Seeds, picks the device, makes the run folder with a TensorBoard writer, which W&B follows under --track."""
-    if not 0 <= args.seed < 2**32:
-        fail(f"--seed must be from 0 to {2**32 - 1}, not {args.seed}.")
     device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path("runs", name.replace("/", "_").replace(":", "_"))
+    run_dir = Path("runs", re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"))
     try:
         device = torch.zeros((), device=device_name).device
         run_dir.mkdir(parents=True, exist_ok=True)
-    except (AssertionError, RuntimeError, OSError) as error:
-        fail(f"cannot use the device {device_name} or the folder {run_dir}: {str(error).splitlines()[0]}")
+        if args.track:
+            import wandb  # only here: nobody else needs it
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+            wandb.init(**names, config=asdict(args), sync_tensorboard=True)
+    except Exception as error:
+        fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if args.track:
-        import wandb  # only here: nobody else needs it
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-        wandb.init(**names, config=asdict(args), sync_tensorboard=True)
     torch.set_flush_denormal(True)  # the moments of idle weights decay into denormal numbers, which slow a CPU down
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -286,10 +287,13 @@ def report(losses: dict, last_returns: deque, marks: list, global_step: int, wri
 
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
-    T, N = args.num_steps, args.num_envs
-    batch_size, minibatch_size = T * N, T * N // max(args.num_minibatches, 1)
-    num_iterations = args.total_timesteps // max(batch_size, 1)
-    if min(T, N, args.update_epochs, num_iterations) < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
+    for name, value in vars(args).items():
+        least = int(type(value) is int and name not in ("seed", "learning_starts"))
+        if type(value) in (int, float) and not value >= least:
+            fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+    T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
+    minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
+    if num_iterations < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
         fail(f"num_envs * num_steps = {batch_size} must be 2+ times --num-minibatches, and within --total-timesteps.")
     envs = [make_env(args.env_id, gym.spaces.Box) for _ in range(N)]
     device, run_dir, writer = start_run(args)
@@ -308,7 +312,7 @@ def train(args: Args) -> dict[str, float]:
     shapes = {name: p.shape for name, p in agent.named_parameters()}
     flat = nn.utils.parameters_to_vector(agent.parameters())  # perf[12]
     nn.utils.vector_to_parameters(flat, agent.parameters())  # from here on they are views of it
-    adam_state = [torch.zeros_like(flat)], [torch.zeros_like(flat)], torch.zeros((), device=device)
+    adam_state = [torch.zeros_like(flat)], [torch.zeros_like(flat)], torch.full((), 0, device=device)
     lr = torch.zeros((), device=device)  # perf[3] a constant would be compiled and captured with its first value
     layers = [(layer.weight, layer.bias) for layer in agent.actor_mean[::2]]
     obs_buffer, batch = torch.zeros(T + 1, N, obs_dim), {}
@@ -346,8 +350,7 @@ def train(args: Args) -> dict[str, float]:
             env_action = (mean.numpy() + exploration[t]).reshape(N, *actions.shape).clip(actions.low, actions.high)
 
             # step and store
-            valid = ~done
-            global_step += N
+            valid, global_step = ~done, global_step + N
             for episode in step_envs(envs, env_action, raw_obs, reward, terminated, truncated):
                 writer.add_scalar("charts/episodic_return", episode["r"], global_step)
                 writer.add_scalar("charts/episodic_length", episode["l"], global_step)

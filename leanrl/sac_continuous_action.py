@@ -77,13 +77,14 @@ def make_env(env_id: str, actions: type[gym.Space]) -> gym.Env:
     """An env with vectors as observations and such actions that counts its returns, or one sentence on why not."""
     try:
         env = gym.make(env_id)
-    except (gym.error.Error, ImportError) as error:
-        near = difflib.get_close_matches(env_id, gym.registry)
+    except (gym.error.Error, ImportError, ValueError) as error:
+        near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
         fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
-    if not isinstance(env.action_space, actions) or env.observation_space.dtype == np.uint8:
+    flat = env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
+    vectors = flat.observation_space.shape and env.observation_space.dtype != np.uint8  # no sequences, no images
+    if not vectors or not isinstance(env.action_space, actions):
         fail(f"{env_id} maps {env.observation_space} to {env.action_space}; needed: vectors to a {actions.__name__}.")
-    env = env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
-    return gym.wrappers.RecordEpisodeStatistics(env)
+    return gym.wrappers.RecordEpisodeStatistics(flat)
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -> list[dict]:
@@ -141,7 +142,7 @@ def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.de
     Row t % C holds, for each env, the observation at time t, and the action, reward, terminated and valid of the step
     that led to it. So a transition is two neighbouring rows, and no observation is stored twice.
     """
-    rows = buffer_size // num_envs + 1
+    rows = max(buffer_size // num_envs, 1) + 1
     needed, available = 4 * rows * num_envs * row_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[0]
@@ -155,11 +156,11 @@ def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.de
 def sample(ring: Tensor, newest, pairs, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
     """A batch of transitions from the ring, uniform over the last `pairs` pairs of rows up to time `newest`.
 
-    Integers are drawn and scaled, exactly: a product with a float32 would miss some rows of a large ring. A mean over
-    the rows that count is a sum weighted by `weight`, 0 where an env reset itself.
+    Drawn in float64, since float32 would miss some rows of a large ring. A mean over the rows that count is a sum
+    weighted by `weight`, 0 where an env reset itself.
     """
     rows, num_envs, _ = ring.shape
-    draw = torch.randint(2**36, (batch_size,), device=ring.device) * (pairs * num_envs) >> 36
+    draw = (torch.rand(batch_size, dtype=torch.float64, device=ring.device) * (pairs * num_envs)).long()
     time, env = newest - draw // num_envs, draw % num_envs
     obs, after = ring[(time - 1) % rows, env, :obs_dim], ring[time % rows, env]
     reward, terminated, valid = after[:, -3:].unbind(-1)
@@ -179,23 +180,20 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 
 def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     """Seeds, picks the device, makes the run folder with a TensorBoard writer, which W&B follows under --track."""
-    if not 0 <= args.seed < 2**32:
-        fail(f"--seed must be from 0 to {2**32 - 1}, not {args.seed}.")
     device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path("runs", name.replace("/", "_").replace(":", "_"))
+    run_dir = Path("runs", re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"))
     try:
         device = torch.zeros((), device=device_name).device
         run_dir.mkdir(parents=True, exist_ok=True)
-    except (AssertionError, RuntimeError, OSError) as error:
-        fail(f"cannot use the device {device_name} or the folder {run_dir}: {str(error).splitlines()[0]}")
+        if args.track:
+            import wandb  # only here: nobody else needs it
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+            wandb.init(**names, config=asdict(args), sync_tensorboard=True)
+    except Exception as error:
+        fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if args.track:
-        import wandb  # only here: nobody else needs it
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-        wandb.init(**names, config=asdict(args), sync_tensorboard=True)
     torch.set_flush_denormal(True)  # the moments of idle weights decay into denormal numbers, which slow a CPU down
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -223,17 +221,19 @@ def report(losses: dict, last_returns: deque, marks: list, global_step: int, wri
 
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
-    N, B, total_steps = args.num_envs, args.batch_size, args.total_timesteps // max(args.num_envs, 1)
-    if min(N, B, args.policy_frequency, args.target_network_frequency, args.buffer_size - N + 1) < 1:
-        fail("--num-envs, --batch-size and both frequencies must be at least 1, --buffer-size at least --num-envs.")
-    if (total_steps - 1) * N < max(args.learning_starts, N):
-        fail(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}, or nothing is learned.")
+    for name, value in vars(args).items():
+        least = int(type(value) is int and name not in ("seed", "learning_starts"))
+        if type(value) in (int, float) and not value >= least:
+            fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+    N, B, total_steps = args.num_envs, args.batch_size, args.total_timesteps // args.num_envs
+    if args.total_timesteps < (needed := N * (max(-(-args.learning_starts // N), 1) + 1)):
+        fail(f"--total-timesteps must be at least {needed}, or nothing is learned after --learning-starts.")
     envs = [make_env(args.env_id, gym.spaces.Box) for _ in range(N)]
     actions, obs_dim = envs[0].action_space, envs[0].observation_space.shape[0]
-    if not np.isfinite([actions.low, actions.high]).all():
-        fail(f"{args.env_id} takes any action in {actions}; needed: finite bounds.")
+    if not ((actions.low < actions.high) & np.isfinite(actions.high - actions.low)).all():
+        fail(f"{args.env_id} takes any action in {actions}; needed: finite bounds, the lower below the upper.")
     device, run_dir, writer = start_run(args)
-    low, high = (torch.as_tensor(bound.ravel(), device=device) for bound in (actions.low, actions.high))
+    low, high = (torch.as_tensor(bound.ravel(), device=device).float() for bound in (actions.low, actions.high))
     # A row of the replay ring. Its parts are views: stepping the envs fills it.
     row, truncated = np.zeros((N, obs_dim + len(low) + 3), np.float32), np.zeros(N, bool)
     obs, row_action, (reward, terminated, valid) = row[:, :obs_dim], row[:, obs_dim:-3], row.T[-3:]
@@ -245,7 +245,7 @@ def train(args: Args) -> dict[str, float]:
     actor = GaussianActor(obs_dim, low, high).to(device)
     critics = nn.ModuleList(Critic(obs_dim, len(low)) for _ in range(2)).to(device)
     critics_target = copy.deepcopy(critics).requires_grad_(False)
-    log_alpha = torch.full((), 0.0 if args.autotune else math.log(args.alpha), device=device, requires_grad=True)
+    log_alpha = torch.full((), math.log(1 if args.autotune else args.alpha or 1e-30), device=device, requires_grad=True)
     actor_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)
     critics_optimizer = torch.optim.Adam(critics.parameters(), lr=args.q_lr, fused=True)
     alpha_optimizer = torch.optim.Adam([log_alpha], lr=args.q_lr, fused=True)

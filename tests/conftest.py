@@ -164,6 +164,24 @@ class ImageEnv(DictEnv):
     observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
 
 
+class SequenceEnv(DictEnv):
+    """Observes a sequence of varying length."""
+
+    observation_space = gym.spaces.Sequence(gym.spaces.Box(-1, 1, (2,)))
+
+
+class StuckEnv(DictEnv):
+    """Has no choice in one dimension of its action."""
+
+    action_space = gym.spaces.Box(np.array([-1.0, 0.5], np.float32), np.array([1.0, 0.5], np.float32))
+
+
+class DoubleEnv(BoundedEnv):
+    """With bounds in float64, and surprised by other actions than its own kind."""
+
+    action_space = gym.spaces.Box(np.array([-0.5, -3.0]), np.array([0.1, 2.0]), dtype=np.float64)
+
+
 class NanEnv(DictEnv):
     """Pays a reward that is not a number."""
 
@@ -184,6 +202,9 @@ ENVS = (
     DictEnv,
     DiscreteDictEnv,
     ImageEnv,
+    SequenceEnv,
+    StuckEnv,
+    DoubleEnv,
     NanEnv,
     DiscreteNanEnv,
 )

@@ -19,9 +19,9 @@ OFF_POLICY_TWINS = [twin for _, twin in TWINS if twin in OFF_POLICY]
 def without_chance(monkeypatch, name: str):
     """What a graph draws depends on how it was captured: make noise a pattern, and rows follow from the step."""
     script = load(name)
-    source, old = inspect.getsource(script.sample), "torch.randint(2**36, (batch_size,), device=ring.device)"
+    source, old = inspect.getsource(script.sample), "torch.rand(batch_size, dtype=torch.float64, device=ring.device)"
     assert source.count(old) == 1
-    new = "((newest * 7919 + torch.arange(batch_size, device=ring.device) * 104729) % 1021 * 2**26)"
+    new = "((newest * 7919 + torch.arange(batch_size, device=ring.device) * 104729) % 1021 / 1021.0)"
     namespace = dict(vars(script))
     exec(source.replace(old, new), namespace)
     monkeypatch.setattr(script, "sample", namespace["sample"])

@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import OFF_POLICY, ScriptedEnv, load, tiny, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.flop_counter import FlopCounterMode
 
 CONTINUOUS = [name for name in OFF_POLICY if "continuous" in name]
 SAC = ["sac_continuous_action", "sac_continuous_action_torchcompile"]
@@ -171,42 +172,112 @@ def test_targets_stay_until_they_are_due(monkeypatch, name):
     assert not all(torch.equal(c[k], d[k]) for k in c)
 
 
-@pytest.mark.parametrize("name", OFF_POLICY)
-def test_targets_follow_the_networks_when_due(monkeypatch, name):
-    """With values that are one number, whatever the inputs: each target moves by tau of its distance, when due."""
-    script = load(name)
-    network = script.QNetwork if "dqn" in name else script.Critic
-    frequency = {"td3": "policy_frequency", "sac": "target_network_frequency", "dqn": "target_network_frequency"}
-    values, targets, batches = [], [], []
+def one_number(network: type, biases: list[float]) -> type:
+    """Networks whose value is their last bias, whatever the inputs; the first have the given biases."""
+    biases = iter(biases)
 
     class OneNumber(network):
         def __init__(self, *dims):
             super().__init__(*dims)
-            torch.nn.init.zeros_(self.layers[-1].bias)  # both critics learn alike
+            torch.nn.init.constant_(self.layers[-1].bias, next(biases))
 
         def forward(self, obs, *action):
-            return 0 * super().forward(obs, *action) + self.layers[-1].bias.sum()
+            return 0 * super().forward(obs, *action) + self.layers[-1].bias.mean()
+
+    return OneNumber
+
+
+def constant_logprob(monkeypatch, script, logprob: float):
+    """Makes the actor of SAC say that all its actions have this log density."""
+    forward = script.GaussianActor.forward
+
+    def spied(self, obs):
+        action, original = forward(self, obs)
+        return action, 0 * original + logprob
+
+    monkeypatch.setattr(script.GaussianActor, "forward", spied)
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_targets_follow_the_networks_when_due_and_the_lesser_one_counts(monkeypatch, name):
+    """With values that are numbers: each target moves by tau of its distance, when due; SAC adds its entropy."""
+    script = load(name)
+    frequency = {"td3": "policy_frequency", "sac": "target_network_frequency", "dqn": "target_network_frequency"}
+    network, values, next_values = script.QNetwork if "dqn" in name else script.Critic, [], []
 
     def spied(original, seen):
-        return lambda *inputs: seen.append(inputs[seen is targets].detach()) or original(*inputs)
+        return lambda *inputs: seen.append(inputs[seen is next_values].detach()) or original(*inputs)
 
     problem = {"policy_lr": 0.0, "q_lr": 0.1} if "sac" in name else {"learning_rate": 0.1}
-    problem |= {"autotune": False, "alpha": 1e-12} if "sac" in name else {}
+    problem |= {"autotune": False, "alpha": 0.3} if "sac" in name else {}
     problem |= {"train_frequency": 2} if "dqn" in name else {}
+    problem |= tiny(name) | {"learning_starts": 1000, "total_timesteps": 1025, "tau": 0.25}
     with monkeypatch.context() as patch:
-        patch.setattr(script, network.__name__, OneNumber)
-        patch.setattr(script, "td_target", spied(script.td_target, targets))
+        patch.setattr(script, network.__name__, one_number(network, [1.0, 3.0]))
+        if "sac" in name:
+            constant_logprob(patch, script, 2.0)
+        patch.setattr(script, "td_target", spied(script.td_target, next_values))
         patch.setattr(script, "td_loss", spied(script.td_loss, values))
-        problem |= tiny(name) | {"learning_starts": 1000, "total_timesteps": 1025, "tau": 0.25}
         train(patch, name, **problem | {frequency[name[:3]]: 4})
-    values, targets = (torch.stack([x.mean() for x in seen]) for seen in (values, targets))
-    assert len(values) == len(targets) == (13 if "dqn" in name else 25)
-    assert abs(targets[0]) + abs(values[0]) < 1e-9 and (values.diff() != 0).all()
-    for i in range(len(values) - 1):
+    values = torch.stack([x.mean(-1) for x in values])  # (updates, 2), DQN (updates,)
+    assert len(values) == len(next_values) == (13 if "dqn" in name else 25)
+    assert (values.diff(dim=0) != 0).all()
+    targets = torch.tensor(1.0 if "dqn" in name else [1.0, 3.0])
+    torch.testing.assert_close(values[0], targets)
+    for i, next_value in enumerate(next_values):
+        expected = targets.min() - (0.3 * 2.0 if "sac" in name else 0)
+        torch.testing.assert_close(next_value, expected.expand(len(next_value)), rtol=1e-5, atol=1e-6)
         # DQN updates at steps 1000, 1002, ... and moves its target at 1000, 1004, ...; the others count updates.
-        due = i % 2 == 0 if "dqn" in name else (i + 1) % 4 == 0
-        expected = torch.lerp(targets[i], values[i + 1], 0.25) if due else targets[i]
-        torch.testing.assert_close(targets[i + 1], expected, rtol=1e-5, atol=1e-7)
+        if (i % 2 == 0 if "dqn" in name else (i + 1) % 4 == 0) and i + 1 < len(values):
+            targets = torch.lerp(targets, values[i + 1], 0.25)
+
+
+@pytest.mark.parametrize("name", SAC)
+@pytest.mark.parametrize(("logprob", "direction"), [(0.9, -1), (1.1, 1)])
+def test_the_temperature_seeks_an_entropy_of_minus_the_actions_size(monkeypatch, name, logprob, direction):
+    """Pendulum acts in one dimension: log densities above 1 raise alpha, below 1 lower it, by Adam's rate a step."""
+    constant_logprob(monkeypatch, load(name), logprob)
+    run = train(monkeypatch, name, **tiny(name) | {"total_timesteps": 1001}, q_lr=0.001)  # reports at 1000, 1001
+    assert run.metrics["alpha"] == pytest.approx(np.exp(direction * 0.001 * 99), rel=0.02)
+    assert run.metrics["alpha_loss"] == pytest.approx(-run.metrics["alpha"] * (logprob - 1), rel=0.02)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_no_gradient_is_computed_in_vain(monkeypatch, name):
+    """Floating-point operations of the matrix products, counted by hand; O = 3, A = 1 in Pendulum."""
+    rows, sac = 32, "sac" in name
+    with FlopCounterMode(display=False) as counter:
+        train(monkeypatch, name, **tiny(name) | {"learning_starts": 1000})
+    hidden = 256 * 256
+    actor, actor_inner = 3 * 256 + hidden + 256 * (1 + sac), hidden + 256 * (1 + sac)
+    critic, critic_inner = 4 * 256 + hidden + 256, hidden + 256
+    critics_step = actor + 2 * critic + 2 * (critic + critic + critic_inner)  # targets; values, weights, layers between
+    critics_of_actor = 2 if sac else 1
+    actor_step = actor + critics_of_actor * (critic + critic) + actor + actor_inner  # no weights of a critic
+    steps, actor_steps = 24, 24 if sac else 12
+    expected = 2 * rows * (steps * critics_step + actor_steps * actor_step) + 2 * steps * actor
+    assert counter.get_total_flops() == expected
+
+
+@pytest.mark.parametrize("name", [name for name in CONTINUOUS if "td3" in name])
+def test_td3_asks_its_target_critics_for_the_smoothed_action(monkeypatch, name):
+    script, asked = load(name), []
+    forward = script.Critic.forward
+
+    def spied(self, obs, action):
+        asked.append(action)
+        return forward(self, obs, action)
+
+    monkeypatch.setattr(script.Critic, "forward", spied)
+    monkeypatch.setattr(script, "smooth", lambda action, actor, args: 0 * action + 0.125)
+    train(monkeypatch, name, **tiny(name) | {"total_timesteps": 901})
+    assert (asked[0] == 0.125).all() and len(asked[0]) == 32
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_bounds_in_float64(monkeypatch, name):
+    run = train(monkeypatch, name, **tiny(name) | {"env_id": "DoubleEnv-v0"})
+    assert {p.dtype for p in run.parameters.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)

@@ -65,7 +65,7 @@ def test_target_kl_ends_the_epochs_after_the_first_that_exceeds_it(monkeypatch, 
     script, calls = load(name), []
     original = script.ppo_loss
     monkeypatch.setattr(script, "ppo_loss", lambda *args: calls.append(1) or original(*args))
-    train(monkeypatch, name, **tiny(name) | {"update_epochs": 5, "total_timesteps": 256}, target_kl=-1.0)
+    train(monkeypatch, name, **tiny(name) | {"update_epochs": 5, "total_timesteps": 256}, target_kl=1e-15)
     assert len(calls) == 4  # one epoch of 4 minibatches, not one minibatch
     train(monkeypatch, name, **tiny(name) | {"update_epochs": 5, "total_timesteps": 256}, target_kl=1e9)
     assert len(calls) == 4 + 20
@@ -101,13 +101,17 @@ BAD = {  # for every script: flags, and a word of the sentence that refuses them
     "unknown device": ({"device": "gpu"}, "gpu"),
     "absent device": ({"device": "cuda:99"}, "cuda:99"),
     "too short a run": ({"total_timesteps": 100}, "total-timesteps"),
+    "a sequence as observation": ({"env_id": "SequenceEnv-v0"}, "Sequence"),
+    "no module": ({"env_id": ":x"}, "':x'"),
+    "a negative rate": ({"gamma": -0.1}, "--gamma"),
+    "a rate that is no number": ({"gamma": float("nan")}, "--gamma"),
 }
 BAD_PPO = {
     "discrete actions": ({"env_id": "CartPole-v1"}, "Discrete(2)"),
     "sizes that do not divide": ({"num_minibatches": 7}, "num-minibatches"),
     "no minibatch": ({"num_minibatches": 0}, "num-minibatches"),
     "minibatches of one row": ({"num_minibatches": 256}, "num-minibatches"),
-    "no epoch": ({"update_epochs": 0}, "num_steps"),
+    "no epoch": ({"update_epochs": 0}, "--update-epochs"),
 }
 BAD_OFF_POLICY = {
     "more memory than there is": ({"buffer_size": 10**12}, "bytes"),
@@ -117,12 +121,15 @@ BAD_OFF_POLICY = {
 BAD_CONTINUOUS = {
     "discrete actions": ({"env_id": "CartPole-v1"}, "Discrete(2)"),
     "unbounded actions": ({"env_id": "ScriptedEnv-v0"}, "bounds"),
-    "no actor update": ({"policy_frequency": 0}, "frequenc"),
+    "no freedom to act": ({"env_id": "StuckEnv-v0"}, "bounds"),
+    "no actor update": ({"policy_frequency": 0}, "--policy-frequency"),
+    "a step too few": ({"num_envs": 2, "learning_starts": 901, "total_timesteps": 903}, "at least 904"),
 }
 BAD_DQN = {
     "continuous actions": ({"env_id": "Pendulum-v1"}, "Discrete"),
     "envs that do not divide": ({"num_envs": 3}, "--train-frequency"),
-    "no target": ({"target_network_frequency": 0}, "frequencies"),
+    "no target": ({"target_network_frequency": 0}, "--target-network-frequency"),
+    "a step too few": ({"learning_starts": 901, "total_timesteps": 911}, "at least 912"),
 }
 CASES = [(name, *case) for name in SCRIPTS for case in BAD.items()]
 CASES += [(name, *case) for name in PPO_CONTINUOUS for case in BAD_PPO.items()]
@@ -140,6 +147,22 @@ def test_bad_input_gets_one_sentence_and_exit_code_2_and_leaves_nothing(name, ca
     assert exit.value.code == 2
     assert message.startswith("error: ") and word in message and "\n" not in message
     assert not (own_folder / "runs").exists() or case == "more memory than there is"
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_the_shortest_run_learns_once(monkeypatch, name):
+    steps = {"learning_starts": 901, "total_timesteps": 912} if "dqn" in name else {"total_timesteps": 901}
+    losses = train(monkeypatch, name, **tiny(name) | steps).metrics.keys() & {"td_loss", "qf_loss"}
+    assert len(losses) == 1
+
+
+def test_tracking_without_wandb_says_so(monkeypatch, capsys):
+    script = load(SCRIPTS[0])
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(SystemExit) as exit:
+        script.train(script.Args(**tiny(SCRIPTS[0]), track=True))
+    message = capsys.readouterr().err.strip()
+    assert exit.value.code == 2 and "wandb" in message and "\n" not in message
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
