@@ -12,6 +12,7 @@ import re
 import sys
 from collections import defaultdict
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -137,7 +138,10 @@ def best_block(folder: str = "cpu") -> str:
         rows = {row["mode"]: row for row in report["modes"]}
         ours = max((row for mode, row in rows.items() if is_ours(mode)), key=lambda row: row["sps"][0])
         peer = max((mode for mode in rows if not is_ours(mode)), key=lambda mode: rows[mode]["sps"][0])
-        times_eager, times_peer = (ours["sps"][0] / rows[mode]["sps"][0] for mode in ("eager", peer))
+        times_eager, times_peer = (
+            median(a["SPS"] / b["SPS"] for a, b in zip(ours["runs"], rows[mode]["runs"], strict=True))
+            for mode in ("eager", peer)
+        )
         finals = [
             f"{env}{f' at {int(steps):,} steps' if ' at ' in published else ''} {mean} ({published or 'none'})"
             for script, env, steps, mode, _, mean, published in return_rows()

@@ -210,7 +210,7 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
     return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, losses
 
 
-# perf[12] keep all parameters in one vector: norm, Adam and the checks before a compiled call meet 1 tensor, not 13
+# perf[12] keep all parameters in one vector: norm, Adam and the checks before a call meet one tensor
 def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     """The parameters by name, as views of their vector (P,)."""
     return {k: x.view(s) for (k, s), x in zip(shapes.items(), flat.split([s.numel() for s in shapes.values()]))}
