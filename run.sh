@@ -19,8 +19,7 @@ die() {
   exit 1
 }
 
-python=${PYTHON:-python3}
-log=.venv/setup.log
+python=${PYTHON:-python3} log=.venv/setup.log
 
 check_machine() { # one sentence for each thing that is missing, before anything is downloaded
   command -v "$python" >/dev/null || die "no $python found; install Python 3.11 or newer, or set PYTHON to one."
@@ -50,8 +49,8 @@ install() { # install NAME REQUIREMENTS: once for each content of the requiremen
 [[ ${1:-} =~ ^(help|-h|--help)$ ]] && usage && exit
 [[ -z ${1:-} || $1 =~ ^(test|train|compare|sweep)$ ]] || { usage >&2 && die "no command '$1'."; }
 install core requirements-dev.txt
+[[ ${1:-} =~ ^(compare|sweep)$ ]] && install peers requirements-peers.txt
 export PATH=$PWD/.venv/bin:$PATH
-
 case ${1:-} in
   '') exec python benchmark/compare.py ppo_continuous_action --no-peers ;;
   test) exec python -m pytest "${@:2}" ;;
@@ -59,22 +58,21 @@ case ${1:-} in
     [[ -f leanrl/${2:-}.py ]] || die "no script '${2:-}'; there are: $(cd leanrl && echo *.py | sed 's/\.py//g')"
     exec python "leanrl/$2.py" "${@:3}"
     ;;
-  compare)
-    install peers requirements-peers.txt
-    exec python benchmark/compare.py "${@:2}"
-    ;;
+  compare) exec python benchmark/compare.py "${@:2}" ;;
   sweep)
-    install peers requirements-peers.txt
     python benchmark/compare.py --pairs 3 --out benchmark/results/cpu
     python benchmark/phases.py --out benchmark/results/phases
     python benchmark/ablate.py --pairs 3 --out benchmark/results/ablation
-    python benchmark/returns.py ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4 --seeds 1 2 3
+    python benchmark/returns.py ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
     python benchmark/returns.py ppo_continuous_action --mode eager --seeds 1
     for script in td3_continuous_action sac_continuous_action; do
-      python benchmark/returns.py $script --total-timesteps 200000 --seeds 1 2 3
+      python benchmark/returns.py $script --total-timesteps 200000
       python benchmark/returns.py $script --total-timesteps 200000 --mode eager --seeds 1
     done
-    python benchmark/returns.py dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds 1 2 3
+    for mode in eager compile+bf16; do
+      python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 500000 --mode $mode --seeds 1
+    done
+    python benchmark/returns.py dqn --env-ids CartPole-v1 --total-timesteps 500000
     exec python benchmark/plot.py
     ;;
 esac

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 from compare import SCRIPTS, interval, machine, measure
-from measure import MODES, ROOT
+from measure import ROOT, modes
 
 Edits = tuple[tuple[str, str], ...]
 UPDATE = "torch.compile(ppo_update, fullgraph=True)"
@@ -223,6 +223,21 @@ ABLATIONS["dqn"] = {
     ),
     "eager: as many threads as cores": ("eager", ((THREADS, "    _ = (1)"),)),
 }
+BOTH = "(torch.compile(f, fullgraph=True) for f in (policy, update))"
+ABLATIONS["ppo_atari_envpool"] = {
+    "without perf[1]: no compilation": ("twin", ()),
+    "with perf[10]: two groups of envs": ("compile+groups", ()),
+    "with perf[11]: bfloat16": ("compile+bf16", ()),
+    "without perf[11]: channels first": ("compile", ((", memory_format=torch.channels_last", ""),)),
+    "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
+    "with the policy step not compiled": ("compile", ((BOTH, "(policy, torch.compile(update, fullgraph=True))"),)),
+    "tried: max-autotune": ("compile", ((BOTH, BOTH.replace("=True", '=True, options={"max_autotune": True}')),)),
+    "eager: channels last": (
+        "eager",
+        (("(num_actions).to(device)", "(num_actions).to(device, memory_format=torch.channels_last)"),),
+    ),
+    "eager: Adam without fused=True": ("eager", ((", fused=True", ""),)),
+}
 
 
 @dataclass
@@ -248,7 +263,7 @@ def ablate(script: str, args: Args):
     for turn in range(args.pairs):
         for name, (mode, edits) in variants.items():
             print(f"turn {turn + 1} of {args.pairs}: {name}", file=sys.stderr)
-            file = f"{script}{MODES[mode][0]}.py"
+            file = f"{script}{modes(script)[mode][0]}.py"
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, file).write_text(edited((ROOT / "leanrl" / file).read_text(), edits))
                 runs[name].append(measure(script, mode, args.steps or steps, env_id, turn + 1, Path(folder)))

@@ -21,13 +21,14 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from measure import MODES, PEERS, ROOT
+from measure import PEERS, ROOT, modes
 
 SCRIPTS = {  # script -> (env, steps of one run)
     "ppo_continuous_action": ("HalfCheetah-v4", 40_960),
     "td3_continuous_action": ("HalfCheetah-v4", 6_000),
     "sac_continuous_action": ("HalfCheetah-v4", 5_000),
     "dqn": ("CartPole-v1", 100_000),
+    "ppo_atari_envpool": ("Breakout-v5", 8_192),
 }
 
 
@@ -127,16 +128,16 @@ def main(args: Args):
     from plot import bars  # after the command line is checked: matplotlib is slow to import
 
     here = machine()
-    modes = [mode for mode in MODES if here["gpu"] or "cudagraphs" not in mode]
     args.out.mkdir(parents=True, exist_ok=True)
     if unknown := set(args.scripts) - set(SCRIPTS):
         sys.exit(f"error: no script {', '.join(unknown)}; there are: {', '.join(SCRIPTS)}")
     for script in args.scripts:
         env_id, steps = SCRIPTS[script]
+        ours = [mode for mode in modes(script) if here["gpu"] or "cudagraphs" not in mode]
         peers = [name for name, (package, _) in PEERS.get(script, {}).items() if importlib.util.find_spec(package)]
-        if unknown := set(args.modes) - set(modes) - set(peers):
-            sys.exit(f"error: no mode {', '.join(unknown)} here; there are: {', '.join(modes + peers)}")
-        chosen = [m for m in modes + (peers if args.peers else []) if not args.modes or m in args.modes]
+        if unknown := set(args.modes) - set(ours) - set(peers):
+            sys.exit(f"error: no mode {', '.join(unknown)} here; there are: {', '.join(ours + peers)}")
+        chosen = [m for m in ours + (peers if args.peers else []) if not args.modes or m in args.modes]
         print(f"{script} on {env_id}: {', '.join(chosen)}; {args.pairs} turns of {args.steps or steps:,} steps each")
         runs = {mode: [] for mode in chosen}
         for turn in range(args.pairs):

@@ -16,7 +16,7 @@ python3 -c 'import torch, tensordict, gymnasium, sys; print(sys.version.split()[
 timeout 200 python3 -m pytest tests/test_cuda.py -q --show-capture=no -p no:cacheprovider 2>&1 | tee "$out/tests.log"
 
 # PPO in 1,000s of steps; off-policy, learning starts after 1,000 of them.
-for run in ppo_continuous_action:16384 td3_continuous_action:5000 sac_continuous_action:4000 dqn:40000; do
+for run in ppo_continuous_action:16384 ppo_atari_envpool:32768 td3_continuous_action:5000 sac_continuous_action:4000 dqn:40000; do
   timeout 100 python3 benchmark/compare.py "${run%:*}" --no-peers --pairs 1 --steps "${run#*:}" --out "$out" 2>"$out/progress.log" ||
     { tail -c 2000 "$out/progress.log" && exit 1; }
 done

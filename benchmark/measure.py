@@ -29,16 +29,31 @@ MODES = {  # mode -> which file, and its flags
     "cudagraphs": ("_torchcompile", ["--cudagraphs"]),
     "compile+cudagraphs": ("_torchcompile", ["--compile", "--cudagraphs"]),
 }
+MORE_MODES = {  # of the scripts that have the flag
+    "ppo_atari_envpool": {
+        "compile+groups": ("_torchcompile", ["--compile", "--env-groups", 2]),
+        "compile+bf16": ("_torchcompile", ["--compile", "--bf16"]),
+        "compile+cudagraphs+groups": ("_torchcompile", ["--compile", "--cudagraphs", "--env-groups", 2]),
+        "compile+cudagraphs+groups+bf16": (
+            "_torchcompile",
+            ["--compile", "--cudagraphs", "--env-groups", 2, "--bf16"],
+        ),
+    }
+}
 
 
 @dataclass
 class Args:
     script: tyro.conf.Positional[str]
-    mode: str  # of MODES, or a peer of PEERS
+    mode: str  # of modes(script), or a peer of PEERS
     steps: int  # env steps
     env_id: str
     seed: int = 1
     folder: Path = ROOT / "leanrl"  # where the script is
+
+
+def modes(script: str) -> dict[str, tuple[str, list]]:
+    return MODES | MORE_MODES.get(script, {})
 
 
 def ppo_continuous_action_peer(library: str, args: Args, on_report: Callable[[int], None], normalize: bool = True):
@@ -103,6 +118,7 @@ PEERS = {  # script -> name of the peer -> (package it needs, function)
     },
     "td3_continuous_action": peers(lambda library, *rest: off_policy_peer(library, "TD3", TD3, *rest)),
     "sac_continuous_action": peers(lambda library, *rest: off_policy_peer(library, "SAC", SAC, *rest)),
+    "ppo_atari_envpool": {},  # neither library steps EnvPool
     "dqn": peers(lambda library, *rest: off_policy_peer(library, "DQN", DQN, *rest)),
 }
 
@@ -111,7 +127,7 @@ def run_script(args: Args) -> dict:
     """Trains by a call of the script's train(), in a folder that is thrown away."""
     import torch
 
-    suffix, flags = MODES[args.mode]
+    suffix, flags = modes(args.script)[args.mode]
     sys.path.insert(0, str(args.folder))
     script = importlib.import_module(args.script + suffix)
     graphs = know_graphs(script) if suffix else []
@@ -145,6 +161,22 @@ def run_peer(args: Args, warmup_reports: int = 3) -> dict:
     sps = (steps[-1] - steps[warmup_reports]) / (times[-1] - times[warmup_reports])
     startup_seconds = times[warmup_reports] - times[0] - (steps[warmup_reports] - steps[0]) / sps
     return {"SPS": sps, "startup_seconds": startup_seconds, "episodic_return": episodic_return}
+
+
+def time_pool_steps(env_id: str, num_envs: int = 8) -> list[float]:
+    """EnvPool alone, with random actions: [seconds, env steps]."""
+    import envpool
+    import numpy as np
+
+    envs, rng = envpool.make(env_id, env_type="gymnasium", num_envs=num_envs, seed=1), np.random.default_rng(1)
+    envs.reset()
+    start, steps = time.perf_counter(), 0
+    while time.perf_counter() - start < 3:
+        envs.step(rng.integers(envs.action_space.n, size=num_envs, dtype=np.int32))
+        steps += num_envs
+    seconds = time.perf_counter() - start
+    envs.close()
+    return [seconds, steps]
 
 
 def time_env_steps(env_id: str) -> list[float]:
@@ -213,8 +245,8 @@ def main(args: Args):
     has_gpu, samples, stop = torch.cuda.is_available(), [], threading.Event()
     if has_gpu:
         threading.Thread(target=sample_gpu, args=(samples, stop), daemon=True).start()
-    spent = time_env_steps(args.env_id)
-    result = run_script(args) if args.mode in MODES else run_peer(args)
+    spent = (time_pool_steps if "envpool" in args.script else time_env_steps)(args.env_id)
+    result = run_script(args) if args.mode in modes(args.script) else run_peer(args)
     stop.set()
     result["env_share"] = spent[0] / spent[1] * result["SPS"]  # of the steady rate's time, in the simulator
     result["host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

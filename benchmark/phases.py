@@ -17,7 +17,7 @@ from pathlib import Path
 
 import tyro
 from compare import SCRIPTS, machine, measure
-from measure import MODES, ROOT
+from measure import ROOT, modes
 
 PHASES = ("act", "learn", "step and store", "report")
 CLOCK = """
@@ -59,7 +59,7 @@ def main(args: Args):
         env_id, steps = SCRIPTS[script]
         rows = []
         for mode in args.modes:
-            file = f"{script}{MODES[mode][0]}.py"
+            file = f"{script}{modes(script)[mode][0]}.py"
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, file).write_text(timed((ROOT / "leanrl" / file).read_text()))
                 os.environ["PHASES_OUT"] = str(Path(folder, "spent"))

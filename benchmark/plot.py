@@ -16,7 +16,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
-SCRIPTS = ("ppo_continuous_action", "td3_continuous_action", "sac_continuous_action", "dqn")
+SCRIPTS = ("ppo_continuous_action", "td3_continuous_action", "sac_continuous_action", "dqn", "ppo_atari_envpool")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS, PEER = "#2b6cb0", "#a0aec0"
 
@@ -136,12 +136,15 @@ def best_block(folder: str = "cpu") -> str:
     lines.append("|---|---|---|---|---|---|")
     for report in speed_reports(folder):
         rows = {row["mode"]: row for row in report["modes"]}
-        ours = max((row for mode, row in rows.items() if is_ours(mode)), key=lambda row: row["sps"][0])
-        peer = max((mode for mode in rows if not is_ours(mode)), key=lambda mode: rows[mode]["sps"][0])
-        times_eager, times_peer = (
-            median(a["SPS"] / b["SPS"] for a, b in zip(ours["runs"], rows[mode]["runs"], strict=True))
-            for mode in ("eager", peer)
-        )
+        precise = [row for mode, row in rows.items() if is_ours(mode) and "bf16" not in mode]
+        ours = max(precise, key=lambda row: row["sps"][0])
+        times = {
+            mode: median(a["SPS"] / b["SPS"] for a, b in zip(ours["runs"], row["runs"], strict=True))
+            for mode, row in rows.items()
+        }
+        peer = max((mode for mode in rows if not is_ours(mode)), key=lambda mode: rows[mode]["sps"][0], default=None)
+        beside = f", {times[peer]:.2f} x peer" if peer else ""
+        fastest = f"{rows[peer]['sps'][0]:,.0f} ({peer})" if peer else "none"
         finals = [
             f"{env}{f' at {int(steps):,} steps' if ' at ' in published else ''} {mean} ({published or 'none'})"
             for script, env, steps, mode, _, mean, published in return_rows()
@@ -149,8 +152,7 @@ def best_block(folder: str = "cpu") -> str:
         ]
         lines.append(
             f"| {report['script']} | {report['env_id']} | {rows['eager']['sps'][0]:,.0f} | **{ours['sps'][0]:,.0f}** "
-            f"({times_eager:.2f} x eager, {times_peer:.2f} x peer) | "
-            f"{rows[peer]['sps'][0]:,.0f} ({peer}) | {'<br>'.join(finals)} |"
+            f"({times['eager']:.2f} x eager{beside}) | {fastest} | {'<br>'.join(finals)} |"
         )
     return "\n".join(lines)
 

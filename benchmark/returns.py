@@ -16,12 +16,11 @@ import tempfile
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import tyro
 from compare import machine
-from measure import MODES, ROOT
+from measure import ROOT, modes
 from plot import RESULTS, read_csv, returns_block
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -33,7 +32,7 @@ class Args:
     script: tyro.conf.Positional[str] = "ppo_continuous_action"  # of the eager file; --mode picks the twin
     env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
     seeds: tuple[int, ...] = (1, 2, 3)
-    mode: Literal[tuple(MODES)] = "compile"
+    mode: str = "compile"  # as in compare.py
     total_timesteps: int = 1_000_000
     table: bool = False  # print the table of what is recorded, and stop
 
@@ -68,7 +67,7 @@ def learning_curve(run_dir: Path, total_timesteps: int) -> list[dict]:
 
 def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
     """Trains in a fresh process and records the outcome."""
-    suffix, flags = MODES[mode]
+    suffix, flags = modes(script)[mode]
     command = [sys.executable, "-W", "ignore", ROOT / "leanrl" / f"{script}{suffix}.py", *flags]
     command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
     with tempfile.TemporaryDirectory() as folder:
@@ -93,6 +92,8 @@ def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
 
 
 def main(args: Args):
+    if args.mode not in modes(args.script):
+        sys.exit(f"error: no mode {args.mode} of {args.script}; there are: {', '.join(modes(args.script))}")
     done = {(r["script"], r["env_id"], r["mode"], r["seed"], r["steps"]) for r in read_csv(RESULTS / "returns.csv")}
     for env_id in args.env_ids:
         for seed in args.seeds:

@@ -15,8 +15,11 @@ sys.path.insert(0, str(ROOT / "leanrl"))
 SCRIPTS = sorted(path.stem for path in (ROOT / "leanrl").glob("*.py"))
 TWINS = [(name.removesuffix("_torchcompile"), name) for name in SCRIPTS if name.endswith("_torchcompile")]
 PPO_CONTINUOUS = ["ppo_continuous_action", "ppo_continuous_action_torchcompile"]
-OFF_POLICY = [name for name in SCRIPTS if name not in PPO_CONTINUOUS]
-NETWORKS = ("Agent", "Actor", "GaussianActor", "QNetwork")  # the class of a script's policy is one of these
+ATARI = ["ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
+PPO = PPO_CONTINUOUS + ATARI
+OFF_POLICY = [name for name in SCRIPTS if name not in PPO]
+# The class of a script's policy is one of these:
+NETWORKS = ("Agent", "AtariAgent", "Actor", "GaussianActor", "QNetwork")
 TINY = {  # a run of seconds that goes past the first updates
     "ppo_continuous_action": {
         "env_id": "Pendulum-v1", "num_steps": 256, "num_minibatches": 4, "update_epochs": 2, "total_timesteps": 1024
@@ -24,6 +27,7 @@ TINY = {  # a run of seconds that goes past the first updates
     "td3_continuous_action": {
         "env_id": "Pendulum-v1", "total_timesteps": 1024, "learning_starts": 900, "batch_size": 32, "buffer_size": 700
     },
+    "ppo_atari_envpool": {"env_id": "Breakout-v5", "num_envs": 2, "update_epochs": 2, "total_timesteps": 1024},
 }  # fmt: skip
 TINY["sac_continuous_action"] = TINY["td3_continuous_action"]
 TINY["dqn"] = TINY["td3_continuous_action"] | {"env_id": "CartPole-v1", "target_network_frequency": 50}
@@ -180,6 +184,95 @@ class DoubleEnv(BoundedEnv):
     """With bounds in float64, and surprised by other actions than its own kind."""
 
     action_space = gym.spaces.Box(np.array([-0.5, -3.0]), np.array([0.1, 2.0]), dtype=np.float64)
+
+
+class ScriptedPool:
+    """ScriptedEnv's episodes as EnvPool's Atari envs tell of them; a game is two episodes, or ends with a truncation.
+
+    The first pixels of a frame are (env, episode, step); unclipped rewards are ten times those of ScriptedEnv.
+    """
+
+    action_space = gym.spaces.Discrete(4)
+    actions: list[list[int]] = []  # of each step, of all envs of a pool
+
+    def __init__(self, env_id: str, seeds: list[int]):
+        self.envs = [ScriptedEnv() for _ in seeds]
+        self.seeds, self.elapsed = seeds, np.zeros(len(seeds), int)
+        self.done, self.game_over = [False] * len(seeds), [False] * len(seeds)
+
+    def frames(self, obs: list[np.ndarray]) -> np.ndarray:
+        frames = np.zeros((len(obs), 4, 84, 84), np.uint8)
+        frames[:, 0, 0, :3] = obs
+        return frames
+
+    def reset(self):
+        return self.frames([env.reset(seed=seed)[0] for env, seed in zip(self.envs, self.seeds, strict=True)]), {}
+
+    def send(self, action: np.ndarray):
+        self.sent = action
+
+    def recv(self):
+        self.actions.append(self.sent.tolist())
+        obs, reward, terminated, truncated, game_over = zip(*map(self.step_one, range(len(self.envs))), strict=True)
+        info = {"reward": 10 * np.array(reward, np.float32), "terminated": np.array(game_over, np.int32)}
+        info["elapsed_step"] = self.elapsed.copy()
+        return self.frames(obs), np.array(reward, np.float32), np.array(terminated), np.array(truncated), info
+
+    def step(self, action: np.ndarray):
+        self.send(action)
+        return self.recv()
+
+    def step_one(self, i: int):
+        env = self.envs[i]
+        if self.done[i]:
+            self.done[i] = False
+            self.elapsed[i] *= not self.game_over[i]
+            return env.reset()[0], 0.0, False, False, False
+        obs, reward, terminated, truncated, _ = env.step(np.zeros(2))
+        self.elapsed[i] += 1
+        self.done[i] = terminated or truncated
+        self.game_over[i] = truncated or env.episode % 2 == 1
+        return obs, reward, terminated, truncated, terminated and self.game_over[i]
+
+    def close(self):
+        pass
+
+
+class QuadrantPool:
+    """Games of 20 steps; naming the bright quadrant of a frame pays 1, another 0."""
+
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, env_id: str, seeds: list[int]):
+        self.rng, self.t = np.random.default_rng(seeds), np.zeros(len(seeds), int)
+
+    def observe(self):
+        self.bright = self.rng.integers(4, size=len(self.t))
+        frames = np.zeros((len(self.t), 4, 2, 42, 2, 42), np.uint8)
+        for i, bright in enumerate(self.bright):
+            frames[i, :, bright // 2, :, bright % 2] = 255
+        return frames.reshape(-1, 4, 84, 84)
+
+    def reset(self):
+        return self.observe(), {}
+
+    def send(self, action: np.ndarray):
+        self.sent = np.array(action)
+
+    def recv(self):
+        resets = self.t == 20
+        reward = ((self.sent == self.bright) & ~resets).astype(np.float32)
+        self.t = np.where(resets, 0, self.t + 1)
+        over = self.t == 20
+        info = {"reward": reward, "terminated": over.astype(np.int32), "elapsed_step": self.t.copy()}
+        return self.observe(), reward, over, np.zeros_like(over), info
+
+    def step(self, action: np.ndarray):
+        self.send(action)
+        return self.recv()
+
+    def close(self):
+        pass
 
 
 class NanEnv(DictEnv):

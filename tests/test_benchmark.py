@@ -23,7 +23,7 @@ def test_every_pair_is_measured_and_its_tricks_can_be_taken_out():
     assert set(compare.SCRIPTS) == pairs == set(measure.PEERS) == set(ablate.ABLATIONS)
     for script in pairs:
         for mode, edits in ablate.ABLATIONS[script].values():
-            source = (ROOT / "leanrl" / f"{script}{measure.MODES[mode][0]}.py").read_text()
+            source = (ROOT / "leanrl" / f"{script}{measure.modes(script)[mode][0]}.py").read_text()
             compile(ablate.edited(source, edits), script, "exec")  # applies, and is Python
         for suffix in ("", "_torchcompile"):
             compile(phases.timed((ROOT / "leanrl" / f"{script}{suffix}.py").read_text()), script, "exec")

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import train
+from conftest import ATARI, QuadrantPool, load, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 MODES = {
@@ -11,6 +11,7 @@ MODES = {
     "compile": ("_torchcompile", {"compile": True}),
     "cudagraphs": ("_torchcompile", {"cudagraphs": True, "device": "cuda"}),
     "compile+cudagraphs": ("_torchcompile", {"compile": True, "cudagraphs": True, "device": "cuda"}),
+    "groups+bf16": ("_torchcompile", {"env_groups": 2, "bf16": True}),
 }
 PENDULUM = {"env_id": "Pendulum-v1", "learning_starts": 1000, "batch_size": 128}
 GATES = {  # script -> problem, most that the first 3 episodes may pay, least that the last 10 must
@@ -25,6 +26,8 @@ GATES = {  # script -> problem, most that the first 3 episodes may pay, least th
     "sac_continuous_action": (PENDULUM | {"total_timesteps": 6_000, "policy_lr": 1e-3}, -700, -450),
     # 500 is the most, a random policy gets about 22
     "dqn": ({"total_timesteps": 40_000, "learning_rate": 1e-3, "learning_starts": 1000}, 60, 150),
+    # 20 is the most, a random policy gets 5
+    "ppo_atari_envpool": ({"total_timesteps": 6_144, "num_steps": 64, "learning_rate": 5e-4}, 9, 12),
 }  # fmt: skip
 
 
@@ -33,7 +36,11 @@ GATES = {  # script -> problem, most that the first 3 episodes may pay, least th
 @pytest.mark.parametrize("script", GATES)
 def test_a_small_problem_is_solved(monkeypatch, script, mode):
     suffix, flags = MODES[mode]
+    if "groups" in mode and script not in ATARI:
+        pytest.skip("has no groups of envs")
     problem, first, last = GATES[script]
+    if script in ATARI:
+        monkeypatch.setattr(load(script + suffix), "make_envs", QuadrantPool)
     run = train(monkeypatch, script + suffix, seed=1, **problem, **flags)
     returns = [e.value for e in EventAccumulator(str(run.run_dir)).Reload().Scalars("charts/episodic_return")]
     assert np.mean(returns[:3]) < first

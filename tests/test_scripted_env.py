@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import PPO_CONTINUOUS, ScriptedEnv, load, train
+from conftest import ATARI, PPO, PPO_CONTINUOUS, ScriptedEnv, ScriptedPool, load, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # One env, 2 rollouts of 5 steps. Episodes: 2 steps (terminated), 3 (truncated), 1 (terminated and truncated), 2, ...
@@ -23,7 +23,8 @@ def record(monkeypatch, name: str, **args):
     gave, and the rows of the batches in the order in which the env made them."""
     script, calls, batches = load(name), [], []
     gae_name = "gae" if hasattr(script, "gae") else "gae_scan"
-    original_gae, original_loss, original_forward = getattr(script, gae_name), script.ppo_loss, script.Agent.forward
+    agent = script.AtariAgent if name in ATARI else script.Agent
+    original_gae, original_loss, original_forward = getattr(script, gae_name), script.ppo_loss, agent.forward
 
     def spied_gae(*inputs):
         result = original_gae(*inputs)
@@ -35,22 +36,27 @@ def record(monkeypatch, name: str, **args):
         return original_loss(logprob, entropy, value, batch, args)
 
     def known_value(self, obs):
-        mean, logstd, value = original_forward(self, obs)
-        return mean, logstd, value * 0 + 100 * obs[..., 1] + 10 * obs[..., 2]
+        *policy, value = original_forward(self, obs)
+        seen = obs[:, 0, 0, :3].float() if name in ATARI else obs
+        return *policy, value * 0 + 100 * seen[..., 1] + 10 * seen[..., 2]
 
     with monkeypatch.context() as patch:
         patch.setattr(script, gae_name, spied_gae)
         patch.setattr(script, "ppo_loss", spied_loss)
-        patch.setattr(script.Agent, "forward", known_value)
-        patch.setattr(script, "normalize_obs", lambda stats, obs: obs)
-        patch.setattr(script, "normalize_reward", lambda stats, returns, reward, *rest: reward)
+        patch.setattr(agent, "forward", known_value)
+        if name in ATARI:
+            patch.setattr(script, "make_envs", ScriptedPool)
+        else:
+            patch.setattr(script, "normalize_obs", lambda stats, obs: obs)
+            patch.setattr(script, "normalize_reward", lambda stats, returns, reward, *rest: reward)
         patch.setattr(torch, "randperm", lambda n, device=None: torch.arange(n, device=device))
-        args = {"num_minibatches": 1, "update_epochs": 1, "learning_rate": 0.0, "env_id": "ScriptedEnv-v0"} | args
+        args = {"num_envs": 1, "num_minibatches": 1, "update_epochs": 1, "learning_rate": 0.0} | args
+        args["env_id"] = "ScriptedEnv-v0"
         run = train(patch, name, **args)
     return calls, batches, run
 
 
-@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+@pytest.mark.parametrize("name", PPO)
 def test_transitions_and_advantages_are_those_worked_out_by_hand(monkeypatch, name):
     gamma, gae_lambda = 0.5, 0.5
     calls, batches, _ = record(monkeypatch, name, num_steps=5, total_timesteps=10, gamma=gamma, gae_lambda=gae_lambda)
@@ -66,31 +72,36 @@ def test_transitions_and_advantages_are_those_worked_out_by_hand(monkeypatch, na
         assert done.squeeze(1).tolist() == DONE[i]
         assert value.squeeze(1).tolist()[:-1] == [100 * e + 10 * s for _, e, s in OBS[i]]
         assert advantage.squeeze(1).tolist() == by_hand[i]
-        assert batches[i]["obs"].tolist() == OBS[i]
+        obs = batches[i]["obs"]
+        assert (obs[:, 0, 0, :3] if name in ATARI else obs).tolist() == OBS[i]
         assert batches[i]["valid"].tolist() == VALID[i]
         assert batches[i]["advantage"].tolist() == by_hand[i]
         assert batches[i]["return"].tolist() == (torch.tensor(by_hand[i]) + value[:-1, 0]).tolist()
     assert len(calls) == len(batches) == 2
 
 
-@pytest.mark.parametrize("name", PPO_CONTINUOUS)
-def test_two_envs_keep_their_own_episodes(monkeypatch, name):
-    calls, batches, run = record(monkeypatch, name, num_envs=2, num_steps=7, total_timesteps=14)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", PPO)
+def test_two_envs_keep_their_own_episodes(monkeypatch, name, groups):
+    if groups > 1 and name != ATARI[1]:
+        pytest.skip("has no groups")
+    flags = {"env_groups": groups} if name == ATARI[1] else {}
+    calls, batches, run = record(monkeypatch, name, num_envs=2, num_steps=7, total_timesteps=14, **flags)
     done = calls[0][3].T.tolist()
     assert done == [[0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0, 1]]  # env 0: 2, reset, 3, reset; env 1: 4, reset, 2
     assert calls[0][2].T.tolist() == [[0, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1]]
     valid = batches[0]["valid"].view(7, 2).T.tolist()
     assert valid == [[1, 1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1, 1]]
-    # returns of the four episodes: 1+2, 11+12+13, 1+2+3+4, 11+12; at 4, 8, 12 and 14 steps summed over envs
-    assert run.metrics["episodic_return"] == (3 + 36 + 10 + 23) / 4
+    # returns of the four episodes: 1+2, 11+12+13, 1+2+3+4, 11+12; at 4, 8, 12 and 14 steps summed over envs. In
+    # games, the first two episodes of env 0 are lives of one, whose return counts rewards before they were clipped.
+    ended = [(8, 100), (12, 30 + 360), (14, 230)] if name in ATARI else [(4, 3), (8, 10), (12, 36), (14, 23)]
+    if groups == 2:
+        ended[1] = (11, 30 + 360)  # env 0 is the first half of a step
+    assert run.metrics["episodic_return"] == np.mean([value for _, value in ended])
     events = EventAccumulator(str(run.run_dir)).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("charts/episodic_return")] == [
-        (4, 3),
-        (8, 10),
-        (12, 36),
-        (14, 23),
-    ]
-    assert [e.value for e in events.Scalars("charts/episodic_length")] == [2, 4, 3, 2]
+    assert [(e.step, e.value) for e in events.Scalars("charts/episodic_return")] == ended
+    lengths = [e.value for e in events.Scalars("charts/episodic_length")]
+    assert lengths == ([4, 5, 2] if name in ATARI else [2, 4, 3, 2])
 
 
 @pytest.mark.parametrize("name", PPO_CONTINUOUS)
@@ -116,3 +127,43 @@ def test_log_probabilities_are_those_of_the_stored_actions(monkeypatch, name):
     spread = (batches[0]["action"] - mean).std(0)
     assert ((spread > 0.75) & (spread < 1.3)).all()  # unit deviation, and no two steps share their noise
     assert len(batches[0]["action"].unique(dim=0)) == 64
+
+
+@pytest.mark.parametrize("name", ATARI)
+def test_actions_are_drawn_from_the_policy(monkeypatch, name):
+    """Log-probabilities are those of the stored, executed actions, and these follow the policy's probabilities."""
+    script = load(name)
+    with monkeypatch.context() as patch:
+        forward = script.AtariAgent.forward
+        logits = torch.tensor([0.0, 1.0, 2.0, -20.0])
+        patch.setattr(script.AtariAgent, "forward", lambda self, x: (forward(self, x)[0] * 0 + logits, x[:, 0, 0, 0]))
+        ScriptedPool.actions.clear()
+        _, batches, _ = record(patch, name, num_envs=2, num_steps=512, total_timesteps=1024)
+    actions = batches[0]["action"]
+    assert actions.view(512, 2).tolist() == ScriptedPool.actions
+    expected = logits.log_softmax(-1)
+    torch.testing.assert_close(batches[0]["logprob"], expected[actions])
+    share = torch.bincount(actions, minlength=4) / len(actions)
+    assert (share - expected.exp()).abs().max() < 0.05
+    assert (actions[2:] == actions[:-2]).float().mean() < 0.7  # 0.51 expected; the noise of a step is its own
+
+
+def test_groups_of_envs_live_the_same_lives(monkeypatch):
+    """Real games: each env's rows are the same, whether its group is all of the envs or half of them."""
+    script, recorded = load(ATARI[1]), {1: [], 2: []}
+    original = script.ppo_loss
+    monkeypatch.setattr(torch, "randperm", lambda n, device=None: torch.arange(n, device=device))
+    for groups, rows in recorded.items():
+
+        def spied_loss(*inputs, rows=rows):
+            rows.append(inputs[3])
+            return original(*inputs)
+
+        monkeypatch.setattr(script, "ppo_loss", spied_loss)
+        sizes = {"num_envs": 4, "num_steps": 64, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 512}
+        train(monkeypatch, ATARI[1], **sizes, env_groups=groups)
+    for a, b in zip(*recorded.values(), strict=True):
+        for key in ("obs", "action", "valid"):
+            assert torch.equal(a[key], b[key]), key
+        torch.testing.assert_close(a["return"], b["return"], rtol=1e-4, atol=1e-5)
+    assert len(recorded[1]) == 2 and recorded[1][0]["obs"].float().std() > 1
