@@ -242,7 +242,7 @@ ABLATIONS["ppo_atari_envpool"] = {
 
 @dataclass
 class Args:
-    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(SCRIPTS)
+    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(ABLATIONS)
     steps: int | None = None  # env steps of each run; default: the script's own
     pairs: int = 3  # turns of all variants
     out: Path = Path("runs/ablate")  # where the JSON goes

@@ -29,6 +29,7 @@ SCRIPTS = {  # script -> (env, steps of one run)
     "sac_continuous_action": ("HalfCheetah-v4", 5_000),
     "dqn": ("CartPole-v1", 100_000),
     "ppo_atari_envpool": ("Breakout-v5", 8_192),
+    "ppo_atari_multigpu": ("Breakout-v5", 16_384),
 }
 
 
@@ -93,7 +94,15 @@ def summarise(runs: dict[str, list[dict]]) -> list[dict]:
     for mode, results in runs.items():
         row = {"mode": mode, "sps": interval([r["SPS"] for r in results])}
         row["ratio"] = interval([r["SPS"] / b["SPS"] for r, b in zip(results, base, strict=True)])
-        for key in ("startup_seconds", "host_mb", "device_mb", "gpu_utilisation", "env_share", "graph_share"):
+        for key in (
+            "startup_seconds",
+            "host_mb",
+            "device_mb",
+            "gpu_utilisation",
+            "env_share",
+            "graph_share",
+            "communication",
+        ):
             values = [r.get(key) for r in results]
             row[key] = None if None in values else float(np.median(values))
         rows.append(row | {"runs": results})
@@ -101,8 +110,9 @@ def summarise(runs: dict[str, list[dict]]) -> list[dict]:
 
 
 def text_table(rows: list[dict]) -> str:
-    header = ["mode", "steps/s", "95 % interval", "x eager", "start-up s", "host MB", "GPU MB", "GPU %", "env %"]
-    header.append("graph %")  # what replays of the update's graphs alone take, of the loop's time
+    header = ["mode", "steps/s", "95 % interval", f"x {rows[0]['mode']}", "start-up s", "host MB", "GPU MB", "GPU %"]
+    # of the loop's time: the simulator, replays of the update's graphs alone, reductions over ranks
+    header += ["env %", "graph %", "comm %"]
     cells = [header]
     for row in rows:
         (sps, low, high), none = row["sps"], "-"
@@ -112,7 +122,7 @@ def text_table(rows: list[dict]) -> str:
             none if row["device_mb"] is None else f"{row['device_mb']:,.0f}",
             none if row["gpu_utilisation"] is None else f"{row['gpu_utilisation']:.0f}",
             f"{100 * row['env_share']:.0f}",
-            none if row["graph_share"] is None else f"{100 * row['graph_share']:.0f}",
+            *(none if row[share] is None else f"{100 * row[share]:.0f}" for share in ("graph_share", "communication")),
         ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [

@@ -40,6 +40,11 @@ MORE_MODES = {  # of the scripts that have the flag
         ),
     }
 }
+RANKS = {  # of the data-parallel script; torchrun gives each rank one thread
+    "1 rank": ("", ["--compile"]),
+    "2 ranks": ("", ["--compile"]),
+    "2 ranks, one bucket": ("", ["--compile", "--no-ddp"]),
+}
 
 
 @dataclass
@@ -53,7 +58,7 @@ class Args:
 
 
 def modes(script: str) -> dict[str, tuple[str, list]]:
-    return MODES | MORE_MODES.get(script, {})
+    return RANKS if "multigpu" in script else MODES | MORE_MODES.get(script, {})
 
 
 def ppo_continuous_action_peer(library: str, args: Args, on_report: Callable[[int], None], normalize: bool = True):
@@ -119,6 +124,7 @@ PEERS = {  # script -> name of the peer -> (package it needs, function)
     "td3_continuous_action": peers(lambda library, *rest: off_policy_peer(library, "TD3", TD3, *rest)),
     "sac_continuous_action": peers(lambda library, *rest: off_policy_peer(library, "SAC", SAC, *rest)),
     "ppo_atari_envpool": {},  # neither library steps EnvPool
+    "ppo_atari_multigpu": {},
     "dqn": peers(lambda library, *rest: off_policy_peer(library, "DQN", DQN, *rest)),
 }
 
@@ -130,7 +136,7 @@ def run_script(args: Args) -> dict:
     suffix, flags = modes(args.script)[args.mode]
     sys.path.insert(0, str(args.folder))
     script = importlib.import_module(args.script + suffix)
-    graphs = know_graphs(script) if suffix else []
+    graphs = know_graphs(script) if hasattr(script, "CudaGraphModule") else []
     flags = [*flags, "--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
     flags += ["--learning-starts", LEARNING_STARTS] if hasattr(script.Args, "learning_starts") else []
     with tempfile.TemporaryDirectory() as folder:
@@ -218,6 +224,34 @@ def know_graphs(script) -> list:
     return graphs
 
 
+def time_communication(dist, synchronize: Callable) -> list[float]:
+    """Makes all_reduce add to the list the seconds that it takes, from the last rank's arrival on or not."""
+    spent, all_reduce = [0.0], dist.all_reduce
+
+    def timed(*args, **kwargs):
+        synchronize()
+        start = time.perf_counter()
+        work = all_reduce(*args, **kwargs)
+        synchronize()
+        spent[0] += time.perf_counter() - start
+        return work
+
+    dist.all_reduce = timed
+    return spent
+
+
+def run_ranks(args: Args) -> dict | None:
+    """Trains as one of the ranks that torchrun has started; the result on rank 0."""
+    import torch
+
+    spent = time_communication(torch.distributed, torch.cuda.synchronize if torch.cuda.is_available() else lambda: None)
+    start = time.perf_counter()
+    result = run_script(args)
+    # DDP communicates from within, while gradients are computed: what it takes cannot be told from here
+    result["communication"] = spent[0] / (time.perf_counter() - start) if "bucket" in args.mode else None
+    return result if os.environ["RANK"] == "0" else None
+
+
 def graph_share(graphs: list, seconds_per_step: float, learning_steps: int, synchronize: Callable) -> float | None:
     """The time that replays of the update graphs alone take, per env step, as a share of the loop's."""
     spent = 0.0
@@ -240,15 +274,22 @@ def sample_gpu(samples: list[float], stop: threading.Event):
 
 
 def main(args: Args):
+    if args.mode in RANKS and "RANK" not in os.environ:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.mode[0]}"]
+        sys.exit(subprocess.run([*launch, *sys.argv]).returncode)
     import torch
 
     has_gpu, samples, stop = torch.cuda.is_available(), [], threading.Event()
     if has_gpu:
         threading.Thread(target=sample_gpu, args=(samples, stop), daemon=True).start()
     spent = (time_pool_steps if "envpool" in args.script else time_env_steps)(args.env_id)
-    result = run_script(args) if args.mode in modes(args.script) else run_peer(args)
+    run = run_ranks if args.mode in RANKS else run_script if args.mode in modes(args.script) else run_peer
+    result = run(args)
     stop.set()
-    result["env_share"] = spent[0] / spent[1] * result["SPS"]  # of the steady rate's time, in the simulator
+    if result is None:
+        return
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    result["env_share"] = spent[0] / spent[1] * result["SPS"] / ranks  # of the steady rate's time, in the simulator
     result["host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     result["device_mb"] = torch.cuda.max_memory_reserved() / 2**20 if has_gpu else None
     late = samples[len(samples) // 2 :]  # the second half: start-up is over

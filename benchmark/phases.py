@@ -36,7 +36,7 @@ atexit.register(_write)
 
 @dataclass
 class Args:
-    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(SCRIPTS)
+    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(name for name in SCRIPTS if "multigpu" not in name)
     steps: int | None = None  # env steps of each run; default: the script's own
     modes: tuple[str, ...] = ("eager", "twin", "compile")
     out: Path = Path("runs/phases")  # where the JSON goes

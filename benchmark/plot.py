@@ -55,7 +55,7 @@ def bars(reports: list[dict], path: Path):
 
 
 def is_ours(mode: str) -> bool:
-    return mode.split("+")[0] in ("eager", "twin", "compile", "cudagraphs")
+    return "rank" in mode or mode.split("+")[0] in ("eager", "twin", "compile", "cudagraphs")
 
 
 def curves(path: Path):
@@ -116,7 +116,8 @@ def speed_block(folder: str = "cpu") -> str:
             f"{len(report['modes'][0]['runs'])} turns ({where['gpu'] or where['cpu']}, {where['cores']} cores, "
             f"torch {where['torch']}, {where['date']}):",
             "",
-            "| mode | steps/s | 95 % interval | ratio to eager | start-up, cold | host memory | in the simulator |",
+            f"| mode | steps/s | 95 % interval | ratio to {report['modes'][0]['mode']} | start-up, cold | host memory "
+            "| in the simulator |",
             "|---|---|---|---|---|---|---|",
         ]
         for row in report["modes"]:
@@ -136,6 +137,8 @@ def best_block(folder: str = "cpu") -> str:
     lines.append("|---|---|---|---|---|---|")
     for report in speed_reports(folder):
         rows = {row["mode"]: row for row in report["modes"]}
+        if "eager" not in rows:
+            continue
         precise = [row for mode, row in rows.items() if is_ours(mode) and "bf16" not in mode]
         ours = max(precise, key=lambda row: row["sps"][0])
         times = {
@@ -202,6 +205,18 @@ def ablation_block() -> str:
     return "\n".join(lines)
 
 
+def scaling_block(folder: str = "cpu") -> str:
+    """Markdown: what more ranks bring, and the part of the time that reductions over them take."""
+    lines = ["| ranks | steps/s | relative to one rank | efficiency | in reductions |", "|---|---|---|---|---|"]
+    for report in speed_reports(folder):
+        for row in report["modes"] if "multigpu" in report["script"] else []:
+            ratio, share = row["ratio"][0], row["communication"]
+            shown = "within the gradients" if share is None else f"{100 * share:.0f} %"
+            efficiency = f"{100 * ratio / int(row['mode'][0]):.0f} %"
+            lines.append(f"| {row['mode']} | {row['sps'][0]:,.0f} | {ratio:.2f} | {efficiency} | {shown} |")
+    return "\n".join(lines)
+
+
 def phases_block() -> str:
     """Markdown: microseconds of an environment step in each phase of the loop, and of them in the simulator itself."""
     lines = ["| script | mode | act | learn | step and store | report | together | of it in the simulator |"]
@@ -215,7 +230,7 @@ def phases_block() -> str:
 
 
 BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "returns": returns_block}
-BLOCKS |= {"ablation": ablation_block, "phases": phases_block}
+BLOCKS |= {"ablation": ablation_block, "phases": phases_block, "scaling": scaling_block}
 for script in SCRIPTS:
     BLOCKS[f"returns {script}"] = lambda script=script: returns_block(script)
 

@@ -12,7 +12,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "leanrl"))
-SCRIPTS = sorted(path.stem for path in (ROOT / "leanrl").glob("*.py"))
+ALL_SCRIPTS = sorted(path.stem for path in (ROOT / "leanrl").glob("*.py"))
+SCRIPTS = [name for name in ALL_SCRIPTS if "multigpu" not in name]  # that one process can run
 TWINS = [(name.removesuffix("_torchcompile"), name) for name in SCRIPTS if name.endswith("_torchcompile")]
 PPO_CONTINUOUS = ["ppo_continuous_action", "ppo_continuous_action_torchcompile"]
 ATARI = ["ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]

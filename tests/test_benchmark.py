@@ -20,7 +20,8 @@ import plot  # noqa: E402
 
 def test_every_pair_is_measured_and_its_tricks_can_be_taken_out():
     pairs = {name for name in SCRIPTS if f"{name}_torchcompile" in SCRIPTS}
-    assert set(compare.SCRIPTS) == pairs == set(measure.PEERS) == set(ablate.ABLATIONS)
+    assert set(compare.SCRIPTS) == pairs | {"ppo_atari_multigpu"} == set(measure.PEERS)
+    assert pairs == set(ablate.ABLATIONS)
     for script in pairs:
         for mode, edits in ablate.ABLATIONS[script].values():
             source = (ROOT / "leanrl" / f"{script}{measure.modes(script)[mode][0]}.py").read_text()

@@ -10,7 +10,7 @@ import tomllib
 
 import pytest
 import tyro
-from conftest import ROOT, SCRIPTS, load
+from conftest import ALL_SCRIPTS, ROOT, load
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 EXTRA = {  # script without suffix -> its requirements file
@@ -19,6 +19,7 @@ EXTRA = {  # script without suffix -> its requirements file
     "sac_continuous_action": "mujoco",
     "dqn": "",
     "ppo_atari_envpool": "atari",
+    "ppo_atari_multigpu": "atari",
 }
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -28,7 +29,7 @@ def pins(*names: str) -> set[str]:
     return {line for line in text.splitlines() if line and not line.startswith(("#", "-r"))}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
 def test_pep_723_block_holds_the_pins_of_requirements(name):
     text = (ROOT / "leanrl" / f"{name}.py").read_text()
     block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", text)[1]
@@ -61,10 +62,10 @@ def commands() -> list[str]:
     lines += [line for line in map(str.strip, shell.splitlines()) if line.startswith("python benchmark/")]
     for path in (ROOT / "benchmark").glob("*.py"):
         lines += (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
-    for name in SCRIPTS:
+    for name in ALL_SCRIPTS:
         lines += ast.get_docstring(ast.parse((ROOT / "leanrl" / f"{name}.py").read_text())).splitlines()
     lines = [line.split("  #")[0].strip() for line in lines if "$" not in line]
-    return sorted({line for line in lines if re.match(r"(python|uv run|\./run\.sh)\b", line)})
+    return sorted({line for line in lines if re.match(r"(python|uv run|torchrun|\./run\.sh)\b", line)})
 
 
 @pytest.mark.parametrize("line", commands())
@@ -77,6 +78,8 @@ def test_every_command_in_the_documents_parses(line):
             assert not words[1:]
             return
         words = ["benchmark/compare.py", *words[1:]] if words[0] == "compare" else words[1:]
+    elif program == "torchrun":
+        words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
     elif program == "uv":
         words = words[1:]
     name = words[0].removesuffix(".py").removeprefix("leanrl/")

@@ -4,7 +4,7 @@ import ast
 import difflib
 from collections import defaultdict
 
-from conftest import ROOT, SCRIPTS
+from conftest import ALL_SCRIPTS, ROOT
 
 EXEMPT = {"Args", "train"}
 
@@ -23,7 +23,7 @@ def definitions(name: str) -> dict[str, str]:
 
 def test_same_name_same_code():
     versions = defaultdict(dict)
-    for script in SCRIPTS:
+    for script in ALL_SCRIPTS:
         for name, source in definitions(script).items():
             if name not in EXEMPT:
                 versions[name].setdefault(source, script)

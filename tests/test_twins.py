@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import ATARI, OFF_POLICY, ROOT, SCRIPTS, TWINS, ScriptedPool, largest_difference, load, tiny, train
+from conftest import ALL_SCRIPTS, ATARI, OFF_POLICY, ROOT, TWINS, ScriptedPool, largest_difference, load, tiny, train
 from torch._dynamo.utils import counters
 
 GRAPHS = {
@@ -41,7 +41,7 @@ def test_twins_align(eager, twin):
     assert "perf[" not in "\n".join(body(eager))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
 def test_a_script_can_be_read_in_ten_minutes(name):
     lines = (ROOT / "leanrl" / f"{name}.py").read_text().splitlines()
     assert len(lines) <= (400 if name.endswith(("_torchcompile", "_multigpu")) else 330)

@@ -1,0 +1,209 @@
+"""Data-parallel training, by processes on the CPU: as exact as one process, and no rank waits for another for ever."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, load
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SCRIPT = "ppo_atari_multigpu"
+SIZES = {"num_steps": 12, "num_minibatches": 1, "update_epochs": 3, "total_timesteps": 72}
+WORKER = """
+import os, sys
+sys.path[:0] = [{leanrl!r}, {tests!r}]
+import torch
+import ppo_atari_multigpu as script
+from conftest import ScriptedPool
+rank, agents, batches = int(os.environ["RANK"]), [], []
+class SpiedAgent(script.AtariAgent):
+    def __init__(self, *args):
+        super().__init__(*args)
+        agents.append(self)
+script.AtariAgent = SpiedAgent
+torch.set_num_threads(1)
+{patch}
+script.train(script.Args(**{args!r}))
+torch.save({{name: p.detach() for name, p in agents[0].named_parameters()}}, f"parameters{{rank}}.pt")
+"""
+GREEDY_ON_SCRIPTED_GAMES = """
+script.make_envs = ScriptedPool
+torch.Tensor.exponential_ = lambda self: self.fill_(1.0)
+"""
+
+
+class Ranks:
+    """Processes of one run, started as torchrun would start them; none outlives the test. No patch: the file itself."""
+
+    def __init__(self, world_size: int, patch: str | None, cwd, **args):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        paths = {"leanrl": str(ROOT / "leanrl"), "tests": str(ROOT / "tests")}
+        args = {"cuda": False, "timeout": 20.0} | args
+        command = ["-c", WORKER.format(patch=patch, args=args, **paths)]
+        if patch is None:
+            flags = [f"--{name.replace('_', '-')}={value}" for name, value in args.items() if type(value) is not bool]
+            flags += [f"--{'' if value else 'no-'}{name}" for name, value in args.items() if type(value) is bool]
+            command = [str(ROOT / "leanrl" / f"{SCRIPT}.py"), *flags]
+        common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=cwd,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def wait(self, seconds: float) -> list[tuple[int, str]]:
+        """Exit codes and what the ranks wrote to stderr, once all have ended; an error if one has not by then."""
+        deadline = time.monotonic() + seconds
+        outputs = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[1] for process in self.processes]
+        return [(process.returncode, output) for process, output in zip(self.processes, outputs, strict=True)]
+
+
+def train(world_size: int, cwd, patch: str = GREEDY_ON_SCRIPTED_GAMES, **args) -> list[dict[str, torch.Tensor]]:
+    """The final parameters on each rank."""
+    cwd.mkdir()
+    with Ranks(world_size, patch, cwd, **args) as ranks:
+        for code, output in ranks.wait(120):
+            assert code == 0, output
+    return [torch.load(cwd / f"parameters{rank}.pt") for rank in range(world_size)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", [{}, {"norm_adv": False}, {"ddp": False}, {"compile": True}], ids=lambda flags: "-".join(flags) or "ddp"
+)
+def test_two_ranks_compute_what_one_process_computes_on_all_envs(own_folder, flags):
+    """Env 0 and env 1 have different numbers of rows that count, so a mean of means would not do."""
+    (one,) = train(1, own_folder / "one", local_num_envs=2, **SIZES)
+    a, b = train(2, own_folder / "two", local_num_envs=1, **SIZES, **flags)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    difference = max((a[name] - one[name]).abs().max().item() for name in a)
+    if flags.get("norm_adv", True):
+        assert difference < 2e-6  # 9 steps of Adam of 2.5e-4
+    else:
+        assert difference > 1e-5  # the flag does something: advantages are normalised over both ranks by default
+
+
+@pytest.mark.slow
+def test_ranks_play_games_of_their_own_and_rank_0_logs_for_all(own_folder):
+    patch = "original = script.advantage_moments\n"
+    patch += "def spied(batch, minibatches):\n    torch.save(batch, f'batch{rank}.pt')\n"
+    patch += "    return original(batch, minibatches)\nscript.advantage_moments = spied\n"
+    sizes = {"local_num_envs": 2, "num_steps": 128, "total_timesteps": 1024, "update_epochs": 1}
+    train(2, own_folder / "run", patch, **sizes)
+    a, b = (torch.load(own_folder / "run" / f"batch{rank}.pt") for rank in range(2))
+    assert not torch.equal(a["obs"], b["obs"]) and not torch.equal(a["action"], b["action"])
+    (run_dir,) = (own_folder / "run" / "runs").iterdir()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["ran"] == {"device": "cpu", "world_size": 2, "compile": False, "cudagraphs": False}
+    assert summary["metrics"]["global_step"] == 1024
+    events = EventAccumulator(str(run_dir)).Reload()
+    assert [e.step for e in events.Scalars("charts/SPS")] == [512, 1024]
+    steps = [e.step for e in events.Scalars("charts/episodic_return")]
+    assert steps == sorted(steps) and all(step % 4 == 0 for step in steps) and len(steps) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@pytest.mark.parametrize("flags", [{}, {"ddp": False}], ids=["ddp", "no-ddp"])
+def test_a_rank_that_dies_or_hangs_ends_the_others(own_folder, flags, fault):
+    sizes = {"local_num_envs": 2, "num_steps": 16, "num_minibatches": 1, "total_timesteps": 10**9, "timeout": 10.0}
+    with Ranks(2, None, own_folder, **sizes, **flags) as ranks:
+        for _ in range(300):
+            time.sleep(0.2)
+            if list(own_folder.glob("runs/*/events*")):
+                break
+        time.sleep(3)  # in the middle of training
+        ranks.processes[1].send_signal(fault)
+        _, output = ranks.processes[0].communicate(timeout=40)
+        code = ranks.processes[0].returncode
+    assert code == 1 and "error: rank 0 lost the others" in output, output
+
+
+@pytest.mark.slow
+def test_a_break_is_decided_by_all_ranks(own_folder):
+    """Rank 0 alone has moved far; together they have moved more than --target-kl, so both leave the epochs."""
+    patch = GREEDY_ON_SCRIPTED_GAMES + (
+        "original, calls = script.ppo_loss, []\n"
+        "def ppo_loss(*args):\n    loss, losses = original(*args)\n    calls.append(1)\n"
+        "    return loss, losses | {'approx_kl': torch.tensor(1.0 - rank)}\n"
+        "script.ppo_loss = ppo_loss\n"
+        "import atexit\natexit.register(lambda: print('calls', len(calls), file=sys.stderr))\n"
+    )
+    with Ranks(2, patch, own_folder, local_num_envs=1, **SIZES, target_kl=0.4) as ranks:
+        for code, output in ranks.wait(60):
+            assert code == 0 and "calls 3" in output, output  # three rollouts, an epoch of one minibatch each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("patch", "args", "message"),
+    [
+        ("", {"learning_rate": 1e20}, r"error: losses/"),
+        (
+            "original = script.check_equal\n"
+            "def check_equal(parameters, rank):\n    parameters[0].data += rank\n    original(parameters, rank)\n"
+            "script.check_equal = check_equal\n",
+            {},
+            "the parameters of rank 1 differ from those of rank 0",
+        ),
+    ],
+    ids=["nan", "divergence"],
+)
+def test_what_stops_one_rank_stops_all(own_folder, patch, args, message):
+    with Ranks(2, GREEDY_ON_SCRIPTED_GAMES + patch, own_folder, local_num_envs=1, **SIZES, **args) as ranks:
+        for code, output in ranks.wait(60):
+            assert code == 1 and message in output, output
+
+
+def test_without_torchrun_it_says_how_to_start(capsys, monkeypatch):
+    script = load(SCRIPT)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as exit:
+        script.train(script.Args())
+    assert exit.value.code == 2 and "torchrun" in capsys.readouterr().err
+
+
+def test_moments_are_those_of_the_valid_rows(monkeypatch):
+    script, rng = load(SCRIPT), np.random.default_rng(0)
+    monkeypatch.setattr(script.dist, "all_reduce", lambda sums: None)  # of one rank
+    valid, advantage = rng.random(64) < 0.8, rng.normal(3, 2, 64)
+    batch = {"valid": torch.tensor(valid).float(), "advantage": torch.tensor(advantage).float()}
+    minibatches = torch.randperm(64).view(4, 16)
+    for idx, moments in zip(minibatches, script.advantage_moments(batch, minibatches), strict=True):
+        rows = advantage[idx][valid[idx]]
+        np.testing.assert_allclose(moments, [len(rows), rows.mean(), rows.std(ddof=1)], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_torchrun_trains_a_game(own_folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [ROOT / "leanrl" / f"{SCRIPT}.py", "--env-id", "Pong-v5", "--local-num-envs", 2, "--num-steps", 32]
+    command = [str(part) for part in [*command, "--total-timesteps", 256, "--no-cuda", "--cudagraphs"]]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, cwd=own_folder, env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.count("--cudagraphs needs a GPU; going on without") >= 1
+    (summary,) = own_folder.glob(f"runs/Pong-v5__{SCRIPT}__1__*/summary.json")
+    assert json.loads(summary.read_text())["metrics"]["global_step"] == 256
