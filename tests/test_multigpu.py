@@ -72,6 +72,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.wait()
+            process.stderr.close()
 
     def wait(self, seconds: float) -> list[tuple[int, str]]:
         """Exit codes and what the ranks wrote to stderr, once all have ended; an error if one has not by then."""
