@@ -1,22 +1,33 @@
 #!/usr/bin/env bash
-# Proves and measures the GPU side on a CUDA machine without network: checks first, then speed, in under 8 minutes.
+# Proves and measures the GPU side on a CUDA machine without network: checks first, then speed, some 2 minutes a part.
 #
-#   bash benchmark/cuda.sh OUT        # PYTHONPATH holds what requirements/ lists, besides torch >= 2.11 and pytest
+#   bash benchmark/cuda.sh OUT            # PYTHONPATH holds what requirements/ lists, besides torch >= 2.11 and pytest
+#   bash benchmark/cuda.sh OUT tests dqn  # some parts only: tests, or a script's name
 #
 # Leaves OUT/tests.log, OUT/SCRIPT.json and OUT/SCRIPT.png, and prints the tables last.
 set -euo pipefail
-out=$(realpath -m "${1:?usage: cuda.sh OUT}")
+out=$(realpath -m "${1:?usage: cuda.sh OUT [PART...]}")
+parts=" ${*:2} "
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1
+wanted() { [[ $parts == "  " || $parts == *" $1 "* ]]; }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no GPU: the CPU side only"
 python3 -c 'import torch, tensordict, gymnasium, sys; print(sys.version.split()[0], torch.__version__, tensordict.__version__, gymnasium.__version__)'
 
-timeout 200 python3 -m pytest tests/test_cuda.py -q --show-capture=no -p no:cacheprovider 2>&1 | tee "$out/tests.log"
+if wanted tests; then
+  timeout 400 python3 -m pytest tests/test_cuda.py -q --show-capture=no -p no:cacheprovider 2>&1 | tee "$out/tests.log"
+fi
 
-# PPO in 1,000s of steps; off-policy, learning starts after 1,000 of them.
-for run in ppo_continuous_action:16384 ppo_atari_envpool:32768 td3_continuous_action:5000 sac_continuous_action:4000 dqn:40000; do
-  timeout 100 python3 benchmark/compare.py "${run%:*}" --no-peers --pairs 1 --steps "${run#*:}" --out "$out" 2>"$out/progress.log" ||
+speed() { # speed SCRIPT STEPS [FLAGS OF compare.py]
+  wanted "$1" || return 0
+  timeout 240 python3 benchmark/compare.py "$1" --steps "$2" --no-peers --pairs 1 --out "$out" "${@:3}" 2>"$out/progress.log" ||
     { tail -c 2000 "$out/progress.log" && exit 1; }
-done
+}
+# Off-policy, learning starts after 1,000 steps.
+speed ppo_continuous_action 16384
+speed td3_continuous_action 5000
+speed sac_continuous_action 4000
+speed dqn 40000
+speed ppo_atari_envpool 32768 --modes eager $(nvidia-smi >/dev/null 2>&1 && echo compile+cudagraphs{,+groups,+groups+bf16} || echo compile)

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import socket
 
 import numpy as np
 import pytest
@@ -78,6 +79,42 @@ def test_64_steps_of_an_even_policy_give_all_actions(monkeypatch, mode, device):
     counts = np.bincount(actions.ravel(), minlength=4)
     assert counts.sum() == 128 and counts.min() > 15 and counts.max() < 50
     assert (actions[1:] == actions[:-1]).mean() < 0.4
+
+
+def train_one_rank(monkeypatch, device: str, **flags) -> dict[str, torch.Tensor]:
+    """Final parameters of a world of one rank, on scripted games without chance: greedy actions, rows in order."""
+    script, agents = load("ppo_atari_multigpu"), []
+
+    class SpiedAgent(script.AtariAgent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            agents.append(self)
+
+    with socket.socket() as listener, monkeypatch.context() as patch:
+        listener.bind(("127.0.0.1", 0))
+        rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": listener.getsockname()[1]}
+        for name, value in (rank | {"MASTER_ADDR": "127.0.0.1"}).items():
+            patch.setenv(name, str(value))
+        listener.close()
+        patch.setattr(script, "AtariAgent", SpiedAgent)
+        patch.setattr(script, "make_envs", ScriptedPool)
+        patch.setattr(torch.Tensor, "exponential_", lambda self: self.fill_(1.0))
+        patch.setattr(torch, "randperm", lambda n, device=None: torch.arange(n, device=device))
+        sizes = {"local_num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 320, "timeout": 60.0}
+        script.train(script.Args(**sizes, cuda=device == "cuda", **flags))
+    return {name: p.detach().clone() for name, p in agents[0].named_parameters()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "flags", [{"ddp": False}, {"cudagraphs": True}, {"compile": True, "cudagraphs": True}], ids=str
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo reads it, and shows no user
+def test_ranks_learn_the_same_with_and_without_ddp_and_graphs(monkeypatch, device, flags):
+    """Ten rollouts of eight updates: the graphs are captured in the first of them."""
+    reference, parameters = (train_one_rank(monkeypatch, device, **f) for f in ({}, flags))
+    moved = max((p - reference[name]).abs().max() for name, p in train_one_rank(monkeypatch, device, seed=2).items())
+    assert max((parameters[name] - reference[name]).abs().max() for name in reference) < 0.02 * moved
 
 
 @pytest.mark.parametrize("device", DEVICES)
