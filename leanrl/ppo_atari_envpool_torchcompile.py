@@ -266,7 +266,7 @@ def train(args: Args) -> dict[str, float]:
     def evaluate(params: dict, frames: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):  # perf[11]
             logits, value = functional_call(agent, params, frames)
-        return logits.float(), value.float()
+        return logits.to(lr.dtype), value.to(lr.dtype)
 
     def policy(frames: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, value = evaluate(params, frames)

@@ -52,13 +52,14 @@ def test_a_script_can_be_read_in_ten_minutes(name):
 @pytest.mark.parametrize("num_envs", [1, 2])
 @pytest.mark.parametrize(("eager", "twin"), TWINS)
 def test_flags_off_computes_what_eager_computes(monkeypatch, eager, twin, num_envs):
-    precise = eager in OFF_POLICY and eager != "dqn"
+    precise = eager in ATARI or eager in OFF_POLICY and eager != "dqn"
     torch.set_default_dtype(torch.float64 if precise else torch.float32)
-    a, b = (train(monkeypatch, name, **tiny(name) | {"num_envs": num_envs}) for name in (eager, twin))
+    sizes = {"num_envs": num_envs} | ({"num_steps": 32, "total_timesteps": 320} if eager in ATARI else {})
+    a, b = (train(monkeypatch, name, **tiny(name) | sizes) for name in (eager, twin))
     # Rounding is all that may differ. PPO: up to 32 Adam steps of up to 3e-4. TD3, SAC: 124 updates with an Adam whose
     # tiny eps makes much of a small difference; float64 tells that from a wrong formula. DQN: 12 updates.
-    # Atari: 32 steps of up to 2.5e-4 through sums over thousands of pixels, in another layout of memory.
-    assert largest_difference(a, b) < (2e-5 if eager in ATARI else 1e-5 if precise else 5e-6)
+    # So does PPO on Atari, whose sums over thousands of pixels depend on their order.
+    assert largest_difference(a, b) < (1e-5 if precise else 5e-6)
     assert a.metrics.keys() == b.metrics.keys()
     for name in a.metrics.keys() - {"SPS", "startup_seconds"}:
         assert a.metrics[name] == pytest.approx(b.metrics[name], rel=1e-3, abs=1e-4), name
