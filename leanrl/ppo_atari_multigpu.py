@@ -384,6 +384,7 @@ def train(args: Args) -> dict[str, float]:
         summary = {"ran": ran, "metrics": metrics, "args": asdict(args)}
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     [resource.close() for resource in (progress, writer, envs)]
+    model = None  # what DDP holds would keep Gloo's threads running into the interpreter's end, where one may hang
     dist.destroy_process_group()
     return metrics
 
