@@ -43,24 +43,26 @@ class Args:
     out: Path = Path("runs/compare")  # where the JSON and the picture go
 
 
-def gpu_name() -> str | None:
-    """The first GPU's name, without importing torch."""
+def gpu_names() -> list[str]:
+    """The names of all GPUs, without importing torch."""
     try:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return []
 
 
 def machine() -> dict:
     """What a figure depends on besides the code."""
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    gpus = gpu_names()
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
-        "gpu": gpu_name(),
+        "gpu": next(iter(gpus), None),
+        "gpus": len(gpus),
         "torch": version("torch"),
         "python": platform.python_version(),
         "commit": git.stdout.strip() or None,
@@ -144,6 +146,8 @@ def main(args: Args):
     for script in args.scripts:
         env_id, steps = SCRIPTS[script]
         ours = [mode for mode in modes(script) if here["gpu"] or "cudagraphs" not in mode]
+        if "multigpu" in script and here["gpu"] and here["gpus"] < 2:
+            ours = ours[:1]  # a GPU for each rank
         peers = [name for name, (package, _) in PEERS.get(script, {}).items() if importlib.util.find_spec(package)]
         if unknown := set(args.modes) - set(ours) - set(peers):
             sys.exit(f"error: no mode {', '.join(unknown)} here; there are: {', '.join(ours + peers)}")

@@ -40,7 +40,7 @@ MORE_MODES = {  # of the scripts that have the flag
         ),
     }
 }
-RANKS = {  # of the data-parallel script; torchrun gives each rank one thread
+RANKS = {  # of the data-parallel script
     "1 rank": ("", ["--compile"]),
     "2 ranks": ("", ["--compile"]),
     "2 ranks, one bucket": ("", ["--compile", "--no-ddp"]),
@@ -225,7 +225,7 @@ def know_graphs(script) -> list:
 
 
 def time_communication(dist, synchronize: Callable) -> list[float]:
-    """Makes all_reduce add to the list the seconds that it takes, from the last rank's arrival on or not."""
+    """Makes all_reduce add to the list the seconds that it takes, waiting for slower ranks included."""
     spent, all_reduce = [0.0], dist.all_reduce
 
     def timed(*args, **kwargs):
@@ -244,11 +244,20 @@ def run_ranks(args: Args) -> dict | None:
     """Trains as one of the ranks that torchrun has started; the result on rank 0."""
     import torch
 
+    sys.path.insert(0, str(args.folder))
+    script = importlib.import_module(args.script)
     spent = time_communication(torch.distributed, torch.cuda.synchronize if torch.cuda.is_available() else lambda: None)
-    start = time.perf_counter()
+    start, report = [0.0], script.report
+
+    def from_the_warm_up_on(losses, last_returns, marks, *rest):
+        if len(marks) == script.WARMUP_REPORTS:
+            spent[0], start[0] = 0.0, time.perf_counter()
+        return report(losses, last_returns, marks, *rest)
+
+    script.report = from_the_warm_up_on
     result = run_script(args)
     # DDP communicates from within, while gradients are computed: what it takes cannot be told from here
-    result["communication"] = spent[0] / (time.perf_counter() - start) if "bucket" in args.mode else None
+    result["communication"] = spent[0] / (time.perf_counter() - start[0]) if "bucket" in args.mode else None
     return result if os.environ["RANK"] == "0" else None
 
 
@@ -276,13 +285,14 @@ def sample_gpu(samples: list[float], stop: threading.Event):
 def main(args: Args):
     if args.mode in RANKS and "RANK" not in os.environ:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.mode[0]}"]
-        sys.exit(subprocess.run([*launch, *sys.argv]).returncode)
+        # a thread for each rank, also where there is one rank: the ratio is that of adding ranks
+        sys.exit(subprocess.run([*launch, *sys.argv], env={"OMP_NUM_THREADS": "1"} | os.environ).returncode)
     import torch
 
     has_gpu, samples, stop = torch.cuda.is_available(), [], threading.Event()
     if has_gpu:
         threading.Thread(target=sample_gpu, args=(samples, stop), daemon=True).start()
-    spent = (time_pool_steps if "envpool" in args.script else time_env_steps)(args.env_id)
+    spent = (time_pool_steps if "atari" in args.script else time_env_steps)(args.env_id)
     run = run_ranks if args.mode in RANKS else run_script if args.mode in modes(args.script) else run_peer
     result = run(args)
     stop.set()
