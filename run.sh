@@ -56,6 +56,7 @@ case ${1:-} in
   test) exec python -m pytest "${@:2}" ;;
   train)
     [[ -f leanrl/${2:-}.py ]] || die "no script '${2:-}'; there are: $(cd leanrl && echo *.py | sed 's/\.py//g')"
+    [[ $2 == *multigpu ]] && exec python -m torch.distributed.run --standalone --nproc-per-node=2 "leanrl/$2.py" "${@:3}"
     exec python "leanrl/$2.py" "${@:3}"
     ;;
   compare) exec python benchmark/compare.py "${@:2}" ;;

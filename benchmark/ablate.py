@@ -145,7 +145,14 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
     },
 }
 SET_UP = "    envs = [make_env("
-for algorithm, rates in (("td3", ["learning_rate"] * 2), ("sac", ["policy_lr", "q_lr"])):
+FUSED = {
+    "td3": tuple(
+        (f"({net}.parameters(), lr=args.learning_rate, fused=True)", f"({net}.parameters(), lr=args.learning_rate)")
+        for net in ("actor", "critics")
+    ),
+    "sac": ((", lr=lr, fused=True)", ", lr=lr)"),),
+}
+for algorithm in ("td3", "sac"):
     ABLATIONS[f"{algorithm}_continuous_action"] = {
         "without perf[1]: no compilation": ("twin", ()),
         "without perf[5]: one critic after the other": (
@@ -172,13 +179,7 @@ for algorithm, rates in (("td3", ["learning_rate"] * 2), ("sac", ["policy_lr", "
         "with Adam's powers written with **, inlined into its loop": ("compile", (POWERS,)),
         "with the compiler's own random numbers": ("compile", ((OPTIONS, "options = {}"),)),
         "tried: max-autotune": ("compile", ((OPTIONS, OPTIONS.replace("}", ', "max_autotune": True}')),)),
-        "eager: Adam without fused=True": (
-            "eager",
-            tuple(
-                (f"({net}.parameters(), lr=args.{rate}, fused=True)", f"({net}.parameters(), lr=args.{rate})")
-                for net, rate in zip(("actor", "critics"), rates)
-            ),
-        ),
+        "eager: Adam without fused=True": ("eager", FUSED[algorithm]),
         "eager: gradients of the critics' weights in the actor's loss": (
             "eager",
             (("loss.backward(inputs=list(actor.parameters()))", "loss.backward()"),),

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from measure import PEERS, ROOT, modes
+from measure import PEERS, RANKS, ROOT, modes
 
 SCRIPTS = {  # script -> (env, steps of one run)
     "ppo_continuous_action": ("HalfCheetah-v4", 40_960),
@@ -113,8 +113,8 @@ def summarise(runs: dict[str, list[dict]]) -> list[dict]:
 
 def text_table(rows: list[dict]) -> str:
     header = ["mode", "steps/s", "95 % interval", f"x {rows[0]['mode']}", "start-up s", "host MB", "GPU MB", "GPU %"]
-    # of the loop's time: the simulator, replays of the update's graphs alone, reductions over ranks
-    header += ["env %", "graph %", "comm %"]
+    # the rate, as a part of the bare simulator's and of replaying the update's graphs alone; time in reductions; ranks
+    header += ["of env %", "of graph %", "comm %", "efficiency %"]
     cells = [header]
     for row in rows:
         (sps, low, high), none = row["sps"], "-"
@@ -125,6 +125,7 @@ def text_table(rows: list[dict]) -> str:
             none if row["gpu_utilisation"] is None else f"{row['gpu_utilisation']:.0f}",
             f"{100 * row['env_share']:.0f}",
             *(none if row[share] is None else f"{100 * row[share]:.0f}" for share in ("graph_share", "communication")),
+            f"{100 * row['ratio'][0] / int(row['mode'][0]):.0f}" if row["mode"] in RANKS else none,
         ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
@@ -147,7 +148,7 @@ def main(args: Args):
         env_id, steps = SCRIPTS[script]
         ours = [mode for mode in modes(script) if here["gpu"] or "cudagraphs" not in mode]
         if "multigpu" in script and here["gpu"] and here["gpus"] < 2:
-            ours = ours[:1]  # a GPU for each rank
+            ours = [mode for mode in ours if mode[0] == "1"]  # each rank needs a GPU
         peers = [name for name, (package, _) in PEERS.get(script, {}).items() if importlib.util.find_spec(package)]
         if unknown := set(args.modes) - set(ours) - set(peers):
             sys.exit(f"error: no mode {', '.join(unknown)} here; there are: {', '.join(ours + peers)}")

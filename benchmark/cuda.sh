@@ -2,9 +2,9 @@
 # Proves and measures the GPU side on a CUDA machine without network: checks first, then speed, some 2 minutes a part.
 #
 #   bash benchmark/cuda.sh OUT            # PYTHONPATH holds what requirements/ lists, besides torch >= 2.11 and pytest
-#   bash benchmark/cuda.sh OUT tests dqn  # some parts only: tests, or a script's name
+#   bash benchmark/cuda.sh OUT tests dqn  # some parts only: tests, learning, or a script's name
 #
-# Leaves OUT/tests.log, OUT/SCRIPT.json and OUT/SCRIPT.png, and prints the tables last.
+# Leaves OUT/tests.log, OUT/learning.log, OUT/SCRIPT.json and OUT/SCRIPT.png, and prints the tables last.
 set -euo pipefail
 out=$(realpath -m "${1:?usage: cuda.sh OUT [PART...]}")
 parts=" ${*:2} "
@@ -14,11 +14,17 @@ export PYTHONUNBUFFERED=1
 wanted() { [[ $parts == "  " || $parts == *" $1 "* ]]; }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no GPU: the CPU side only"
+gpu=$(nvidia-smi -L 2>/dev/null | head -1 || true)
 python3 -c 'import torch, tensordict, gymnasium, sys; print(sys.version.split()[0], torch.__version__, tensordict.__version__, gymnasium.__version__)'
 
-if wanted tests; then
-  timeout 400 python3 -m pytest tests/test_cuda.py -q --show-capture=no -p no:cacheprovider 2>&1 | tee "$out/tests.log"
-fi
+check() { # check PART FILE: what needs a GPU where there is one; a failure does not keep the rest from being measured
+  wanted "$1" || return 0
+  timeout 560 python3 -m pytest "tests/$2" ${gpu:+-m cuda} -q --show-capture=no -p no:cacheprovider 2>&1 |
+    tee "$out/$1.log" || { echo "FAILED: $1" | tee -a "$out/$1.log" && failed=1; }
+}
+failed=0
+check tests test_cuda.py
+check learning test_learning.py
 
 speed() { # speed SCRIPT STEPS [FLAGS OF compare.py]
   wanted "$1" || return 0
@@ -30,4 +36,7 @@ speed ppo_continuous_action 16384
 speed td3_continuous_action 5000
 speed sac_continuous_action 4000
 speed dqn 40000
-speed ppo_atari_envpool 32768 --modes eager $(nvidia-smi >/dev/null 2>&1 && echo compile+cudagraphs{,+groups,+groups+bf16} || echo compile)
+modes=(eager compile) && [[ $gpu ]] && modes=(eager compile+cudagraphs{,+groups,+groups+bf16})
+speed ppo_atari_envpool 32768 --modes "${modes[@]}"
+speed ppo_atari_multigpu 16384
+exit $failed

@@ -44,6 +44,8 @@ RANKS = {  # of the data-parallel script
     "1 rank": ("", ["--compile"]),
     "2 ranks": ("", ["--compile"]),
     "2 ranks, one bucket": ("", ["--compile", "--no-ddp"]),
+    "1 rank, cudagraphs": ("", ["--compile", "--cudagraphs"]),
+    "2 ranks, cudagraphs": ("", ["--compile", "--cudagraphs"]),
 }
 
 
@@ -144,7 +146,7 @@ def run_script(args: Args) -> dict:
         metrics = script.train(tyro.cli(script.Args, args=[*map(str, flags), "--exp-name", args.mode]))
         os.chdir(ROOT)
     result = {name: metrics[name] for name in ("SPS", "startup_seconds", "episodic_return")}
-    learning_steps = max(args.steps - LEARNING_STARTS, 1)
+    learning_steps = max(args.steps - LEARNING_STARTS * hasattr(script.Args, "learning_starts"), 1)
     result["graph_share"] = graph_share(graphs, 1 / metrics["SPS"], learning_steps, torch.cuda.synchronize)
     return result
 
@@ -225,18 +227,22 @@ def know_graphs(script) -> list:
 
 
 def time_communication(dist, synchronize: Callable) -> list[float]:
-    """Makes all_reduce add to the list the seconds that it takes, waiting for slower ranks included."""
-    spent, all_reduce = [0.0], dist.all_reduce
+    """Makes what ranks do together add to the list the seconds that it takes, waiting for slower ranks included."""
+    spent = [0.0]
 
-    def timed(*args, **kwargs):
-        synchronize()
-        start = time.perf_counter()
-        work = all_reduce(*args, **kwargs)
-        synchronize()
-        spent[0] += time.perf_counter() - start
-        return work
+    def timed(function: Callable):
+        def call(*args, **kwargs):
+            synchronize()
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            synchronize()
+            spent[0] += time.perf_counter() - start
+            return result
 
-    dist.all_reduce = timed
+        return call
+
+    for name in ("all_reduce", "all_gather", "all_gather_object"):
+        setattr(dist, name, timed(getattr(dist, name)))
     return spent
 
 
@@ -247,17 +253,17 @@ def run_ranks(args: Args) -> dict | None:
     sys.path.insert(0, str(args.folder))
     script = importlib.import_module(args.script)
     spent = time_communication(torch.distributed, torch.cuda.synchronize if torch.cuda.is_available() else lambda: None)
-    start, report = [0.0], script.report
+    reports, report = [], script.report  # [(seconds, of them in communication)]
 
-    def from_the_warm_up_on(losses, last_returns, marks, *rest):
-        if len(marks) == script.WARMUP_REPORTS:
-            spent[0], start[0] = 0.0, time.perf_counter()
-        return report(losses, last_returns, marks, *rest)
+    def timed_report(*args):
+        reports.append((time.perf_counter(), spent[0]))
+        return report(*args)
 
-    script.report = from_the_warm_up_on
+    script.report = timed_report
     result = run_script(args)
+    (start, before), (end, after) = reports[script.WARMUP_REPORTS], reports[-1]
     # DDP communicates from within, while gradients are computed: what it takes cannot be told from here
-    result["communication"] = spent[0] / (time.perf_counter() - start[0]) if "bucket" in args.mode else None
+    result["communication"] = (after - before) / (end - start) if "," in args.mode else None
     return result if os.environ["RANK"] == "0" else None
 
 
@@ -265,7 +271,7 @@ def graph_share(graphs: list, seconds_per_step: float, learning_steps: int, sync
     """The time that replays of the update graphs alone take, per env step, as a share of the loop's."""
     spent = 0.0
     for graph in graphs:
-        if graph.name in ("update", "update_with_actor") and graph.calls > 10:
+        if graph.name in ("update", "update_with_actor", "update_epoch") and graph.calls > 10:
             synchronize()
             start = time.perf_counter()
             for _ in range(200):

@@ -214,7 +214,8 @@ def train(args: Args) -> dict[str, float]:
     N, B, total_steps = args.num_envs, args.batch_size, args.total_timesteps // args.num_envs
     if args.train_frequency % N or args.buffer_size < args.train_frequency:
         fail("--train-frequency must be a multiple of --num-envs, and --buffer-size at least --train-frequency.")
-    if args.total_timesteps < (needed := max(args.learning_starts, args.train_frequency) + args.train_frequency + N):
+    needed = N + -(-max(args.learning_starts, 1) // args.train_frequency) * args.train_frequency  # one update
+    if args.total_timesteps < needed:
         fail(f"--total-timesteps must be at least {needed}, or nothing is learned after --learning-starts.")
     envs = [make_env(args.env_id, gym.spaces.Discrete) for _ in range(N)]
     actions, obs_dim = envs[0].action_space, envs[0].observation_space.shape[0]
@@ -236,9 +237,7 @@ def train(args: Args) -> dict[str, float]:
 
     def act() -> np.ndarray:
         with torch.no_grad():
-            return (
-                q_network(torch.as_tensor(obs, device=device)).argmax(-1).cpu().numpy() + actions.start
-            )  # one sync a step
+            return q_network(torch.as_tensor(obs, device=device)).argmax(-1).cpu().numpy() + actions.start
 
     def learn(newest: int) -> dict[str, Tensor]:
         """A step of the network towards the target (eq. 2) on a new batch."""
@@ -270,7 +269,8 @@ def train(args: Args) -> dict[str, float]:
             marks = marks or [(time.perf_counter(), global_step)]
             losses = learn(step)
         if learning and global_step % args.target_network_frequency < N:
-            torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), args.tau)
+            with torch.no_grad():
+                torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), args.tau)
 
         # step and store
         row_action[:], valid[:] = action, 1 - np.maximum(terminated, truncated)

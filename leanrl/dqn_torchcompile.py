@@ -237,7 +237,8 @@ def train(args: Args) -> dict[str, float]:
     N, B, total_steps = args.num_envs, args.batch_size, args.total_timesteps // args.num_envs
     if args.train_frequency % N or args.buffer_size < args.train_frequency:
         fail("--train-frequency must be a multiple of --num-envs, and --buffer-size at least --train-frequency.")
-    if args.total_timesteps < (needed := max(args.learning_starts, args.train_frequency) + args.train_frequency + N):
+    needed = N + -(-max(args.learning_starts, 1) // args.train_frequency) * args.train_frequency  # one update
+    if args.total_timesteps < needed:
         fail(f"--total-timesteps must be at least {needed}, or nothing is learned after --learning-starts.")
     envs = [make_env(args.env_id, gym.spaces.Discrete) for _ in range(N)]
     actions, obs_dim = envs[0].action_space, envs[0].observation_space.shape[0]
@@ -256,7 +257,7 @@ def train(args: Args) -> dict[str, float]:
     on_gpu, K = device.type == "cuda", args.train_frequency // N
     rows = torch.zeros(K, *row.shape, pin_memory=on_gpu)  # perf[7] asynchronous, capturable copies
     newest, offsets = torch.zeros((), dtype=torch.long, device=device), torch.arange(1, K + 1, device=device)
-    host_rows = rows.numpy()
+    host_rows, updated = rows.numpy(), torch.cuda.Event() if on_gpu else None
 
     q_network = QNetwork(obs_dim, int(actions.n)).to(device)
     flat = nn.utils.parameters_to_vector(q_network.requires_grad_(False).parameters())  # perf[12]
@@ -324,6 +325,7 @@ def train(args: Args) -> dict[str, float]:
         if learning and global_step % args.train_frequency == 0:
             marks = marks or [(time.perf_counter(), global_step)]
             losses = update()
+            updated.record() if on_gpu else None
         elif step > 0 and global_step % args.train_frequency == 0:
             insert(rows.to(device))  # perf[4]
         if learning and global_step % args.target_network_frequency < N:
@@ -337,7 +339,7 @@ def train(args: Args) -> dict[str, float]:
             writer.add_scalar("charts/episodic_length", episode["l"], global_step)
             last_returns.append(episode["r"])
         if on_gpu and step % K == 0:  # perf[6] the device learns while the envs step
-            torch.cuda.current_stream().synchronize()  # the one sync of an update, on the parameters
+            updated.synchronize()  # the one sync of an update, on the parameters
         host_rows[step % K] = row
 
         # report

@@ -96,6 +96,7 @@ def games_that_end(info: dict, truncated: np.ndarray, scores: np.ndarray) -> lis
 
 
 def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
+    """The layer, with orthogonal weights of this gain (Saxe et al. 2014) and without biases at first."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -217,7 +218,7 @@ def train(args: Args) -> dict[str, float]:
     T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
     minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
     if num_iterations < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
-        fail(f"num_envs * num_steps = {batch_size} must be 2+ times --num-minibatches, and within --total-timesteps.")
+        fail(f"num_envs * num_steps = {batch_size} must be 2, 3... times --num-minibatches, within --total-timesteps.")
     envs = make_envs(args.env_id, [10_000 * args.seed + i for i in range(N)])
     device, run_dir, writer = start_run(args)
     num_actions, done, scores = int(envs.action_space.n), np.zeros(N, bool), np.zeros(N)

@@ -64,7 +64,7 @@ class Args:
 
     compile: bool = False  # perf[1] compile the policy and the update
     cudagraphs: bool = False  # perf[2] capture the policy and the epochs of updates as CUDA graphs
-    env_groups: int = 1  # perf[10] with 2, the envs of one half step while the policy acts for the other
+    env_groups: int = 1  # perf[10] with 2, EnvPool steps one half while the policy acts for the other
     bf16: bool = False  # perf[11] compute the network in bfloat16
 
     track: bool = False  # log to Weights & Biases too
@@ -103,6 +103,7 @@ def games_that_end(info: dict, truncated: np.ndarray, scores: np.ndarray) -> lis
 
 
 def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
+    """The layer, with orthogonal weights of this gain (Saxe et al. 2014) and without biases at first."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -239,8 +240,8 @@ def train(args: Args) -> dict[str, float]:
     T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
     minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
     if num_iterations < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
-        fail(f"num_envs * num_steps = {batch_size} must be 2+ times --num-minibatches, and within --total-timesteps.")
-    G, size = args.env_groups, N // args.env_groups  # perf[10] groups of envs, one steps while the other is served
+        fail(f"num_envs * num_steps = {batch_size} must be 2, 3... times --num-minibatches, within --total-timesteps.")
+    G, size = args.env_groups, N // args.env_groups  # perf[10] EnvPool steps one, the policy serves another
     if N % G:
         fail(f"--env-groups must divide --num-envs, {N}.")
     groups = [slice(g * size, (g + 1) * size) for g in range(G)]

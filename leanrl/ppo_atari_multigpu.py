@@ -108,6 +108,7 @@ def games_that_end(info: dict, truncated: np.ndarray, scores: np.ndarray) -> lis
 
 
 def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
+    """The layer, with orthogonal weights of this gain (Saxe et al. 2014) and without biases at first."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -181,12 +182,11 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
     return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, losses
 
 
-def start_rank(args: Args) -> tuple[torch.device, int, Path | None, SummaryWriter | SimpleNamespace]:
+def start_rank(args: Args, rank: int) -> tuple[torch.device, Path | None, SummaryWriter | SimpleNamespace]:
     """Joins the ranks, as torchrun's environment says; rank 0 alone makes the run folder and logs."""
-    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
-        fail(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])  # among all processes, and on this node
-    on_gpu = args.cuda and torch.cuda.is_available()
+    local_rank, on_gpu = int(os.environ["LOCAL_RANK"]), args.cuda and torch.cuda.is_available()  # rank on this node
+    if args.backend == "nccl" and not on_gpu:
+        fail("--backend nccl needs GPUs; leave it out, or say gloo.")
     if on_gpu and local_rank >= torch.cuda.device_count():
         fail(f"no GPU is left for local rank {local_rank}; there are {torch.cuda.device_count()} on this node.")
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -196,7 +196,7 @@ def start_rank(args: Args) -> tuple[torch.device, int, Path | None, SummaryWrite
     torch.set_flush_denormal(True)  # the moments of idle weights decay into denormal numbers, which slow a CPU down
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if rank > 0:
-        return device, rank, None, SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
+        return device, None, SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
     run_dir = Path("runs", re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"))
     run_dir.mkdir(parents=True, exist_ok=True)
     if args.track:
@@ -204,7 +204,7 @@ def start_rank(args: Args) -> tuple[torch.device, int, Path | None, SummaryWrite
 
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
         wandb.init(**names, config=asdict(args), sync_tensorboard=True)
-    return device, rank, run_dir, SummaryWriter(run_dir)
+    return device, run_dir, SummaryWriter(run_dir)
 
 
 def check_equal(parameters: list[Tensor], rank: int):
@@ -212,7 +212,8 @@ def check_equal(parameters: list[Tensor], rank: int):
     checksum = torch.stack([p.double().sum() for p in parameters] + [p.double().norm() for p in parameters])
     checksums = [torch.empty_like(checksum) for _ in range(dist.get_world_size())]
     dist.all_gather(checksums, checksum)
-    if other := [str(r) for r, theirs in enumerate(checksums) if not torch.equal(theirs, checksums[0])]:
+    first, *others = [theirs.view(torch.long) for theirs in checksums]  # bit by bit, since NaN is not equal to NaN
+    if other := [str(r) for r, theirs in enumerate(others, start=1) if not torch.equal(theirs, first)]:
         sys.exit(f"error: rank {rank} sees that the parameters of rank {', '.join(other)} differ from those of rank 0.")
 
 
@@ -251,22 +252,23 @@ def train(args: Args) -> dict[str, float]:
         least = int(type(value) is int and name not in ("seed", "learning_starts"))
         if type(value) in (int, float) and not value >= least:
             fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
+        fail(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # among all processes of all nodes
     T, N, batch_size = args.num_steps, args.local_num_envs, args.num_steps * args.local_num_envs
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    minibatch_size = batch_size // args.num_minibatches
-    num_iterations = args.total_timesteps // (batch_size * world_size)
+    minibatch_size, iteration_size = batch_size // args.num_minibatches, batch_size * world_size
+    num_iterations = args.total_timesteps // iteration_size
     if num_iterations < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
-        fail(f"local_num_envs * num_steps = {batch_size} must be 2+ times --num-minibatches and in the timesteps.")
-    device, rank, run_dir, writer = start_rank(args)
+        fail(f"a rank's {batch_size} rows must be 2, 3... times --num-minibatches, in --total-timesteps/{world_size}.")
     envs = make_envs(args.env_id, [10_000 * args.seed + N * rank + i for i in range(N)])  # no seed in two ranks
+    device, run_dir, writer = start_rank(args, rank)
     num_actions, done, scores = int(envs.action_space.n), np.zeros(N, bool), np.zeros(N)
     obs, _ = envs.reset()
     torch.manual_seed(args.seed)  # equal parameters at first; DDP sends those of rank 0 to all in any case
     agent = AtariAgent(num_actions).to(device, memory_format=torch.channels_last)
     torch.manual_seed(10_000 * args.seed + rank)  # but every rank draws noise and minibatches of its own
-    on_gpu = device.type == "cuda"
-    capture = args.cudagraphs and on_gpu
-    if args.cudagraphs and not on_gpu:
+    on_gpu, capture = device.type == "cuda", args.cudagraphs and device.type == "cuda"
+    if args.cudagraphs and not on_gpu and rank == 0:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
     if args.compile:
         agent.compile(dynamic=False)
@@ -323,7 +325,7 @@ def train(args: Args) -> dict[str, float]:
         step()
         return losses
 
-    total = num_iterations * batch_size * world_size
+    total = num_iterations * iteration_size
     progress = tqdm(total=total, unit="step", desc=args.exp_name, dynamic_ncols=True, disable=rank > 0)
     last_returns, marks, global_step = deque(maxlen=100), [(time.perf_counter(), 0)], 0
     for iteration in range(num_iterations):
@@ -381,10 +383,12 @@ def train(args: Args) -> dict[str, float]:
 
     if rank == 0:
         ran = {"device": str(device), "world_size": world_size, "compile": args.compile, "cudagraphs": capture}
+        ran |= {"num_envs": N * world_size, "batch_size": iteration_size, "num_iterations": num_iterations}
+        ran |= {"minibatch_size": minibatch_size * world_size}  # derived from --local-num-envs and the number of ranks
         summary = {"ran": ran, "metrics": metrics, "args": asdict(args)}
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     [resource.close() for resource in (progress, writer, envs)]
-    model = None  # what DDP holds would keep Gloo's threads running into the interpreter's end, where one may hang
+    model = policy = gradient = step = None  # graphs and DDP end before the group, or Gloo's threads would live on
     dist.destroy_process_group()
     return metrics
 
@@ -395,4 +399,5 @@ if __name__ == "__main__":
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
             raise
-        sys.exit(f"error: rank {os.environ['RANK']} lost the others: {str(error).splitlines()[0]}")
+        print(f"error: rank {os.environ['RANK']} lost the others: {str(error).splitlines()[0]}", file=sys.stderr)
+        os._exit(1)  # at once: an orderly end would wait for threads that wait for the others

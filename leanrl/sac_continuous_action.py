@@ -246,9 +246,8 @@ def train(args: Args) -> dict[str, float]:
     critics = nn.ModuleList(Critic(obs_dim, len(low)) for _ in range(2)).to(device)
     critics_target = copy.deepcopy(critics).requires_grad_(False)
     log_alpha = torch.full((), math.log(1 if args.autotune else args.alpha or 1e-30), device=device, requires_grad=True)
-    actor_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)
-    critics_optimizer = torch.optim.Adam(critics.parameters(), lr=args.q_lr, fused=True)
-    alpha_optimizer = torch.optim.Adam([log_alpha], lr=args.q_lr, fused=True)
+    groups = (actor.parameters(), args.policy_lr), (critics.parameters(), args.q_lr), ([log_alpha], args.q_lr)
+    actor_optimizer, critics_optimizer, alpha_optimizer = (torch.optim.Adam(p, lr=lr, fused=True) for p, lr in groups)
 
     def learn_critics(newest: int, updates: int) -> tuple[dict, dict]:
         """A step of both critics towards the lesser target value plus entropy (eq. 5), and of the targets when due."""
@@ -263,7 +262,8 @@ def train(args: Args) -> dict[str, float]:
         loss.sum().backward()
         critics_optimizer.step()
         if updates % args.target_network_frequency == 0:
-            torch._foreach_lerp_(list(critics_target.parameters()), list(critics.parameters()), args.tau)
+            with torch.no_grad():
+                torch._foreach_lerp_(list(critics_target.parameters()), list(critics.parameters()), args.tau)
         names = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss")
         return dict(zip(names, (*(batch["weight"] * q.detach()).sum(-1), *loss.detach(), loss.detach().mean()))), batch
 
@@ -307,7 +307,7 @@ def train(args: Args) -> dict[str, float]:
                         losses |= learn_actor(batch)
 
         # step and store
-        env_action = action.clamp(low, high).cpu().numpy()  # the one sync of a step
+        env_action = action.clamp(low, high).cpu().numpy()
         row_action[:], valid[:] = env_action, 1 - np.maximum(terminated, truncated)
         global_step += N
         for episode in step_envs(envs, env_action.reshape(N, *actions.shape), obs, reward, terminated, truncated):

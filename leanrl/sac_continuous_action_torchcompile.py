@@ -343,7 +343,8 @@ def train(args: Args) -> dict[str, float]:
 
     def explore():
         store(row.to(device, non_blocking=True))
-        host_action.copy_(low + (high - low) * torch.rand(N, len(low), device=device), non_blocking=True)
+        action = low + (high - low) * torch.rand(N, len(low), device=device)
+        host_action.copy_(action.clamp(low, high), non_blocking=True)
 
     if args.compile:
         options = {"fallback_random": True}  # PyTorch's own generator: the same numbers as without, and faster on a CPU

@@ -269,7 +269,8 @@ def train(args: Args) -> dict[str, float]:
         actor_optimizer.zero_grad()
         loss.backward(inputs=list(actor.parameters()))  # no gradients of the critic's weights
         actor_optimizer.step()
-        torch._foreach_lerp_(list(targets.parameters()), list(nets.parameters()), args.tau)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(targets.parameters()), list(nets.parameters()), args.tau)
         return {"actor_loss": loss.detach()}
 
     progress = tqdm(total=total_steps * N, unit="step", desc=args.exp_name, dynamic_ncols=True)
@@ -295,7 +296,7 @@ def train(args: Args) -> dict[str, float]:
                     losses |= learn_actor(batch)
 
         # step and store
-        env_action = action.clamp(low, high).cpu().numpy()  # the one sync of a step
+        env_action = action.clamp(low, high).cpu().numpy()
         row_action[:], valid[:] = env_action, 1 - np.maximum(terminated, truncated)
         global_step += N
         for episode in step_envs(envs, env_action.reshape(N, *actions.shape), obs, reward, terminated, truncated):

@@ -182,7 +182,7 @@ class StuckEnv(DictEnv):
 
 
 class DoubleEnv(BoundedEnv):
-    """With bounds in float64, and surprised by other actions than its own kind."""
+    """With bounds in float64."""
 
     action_space = gym.spaces.Box(np.array([-0.5, -3.0]), np.array([0.1, 2.0]), dtype=np.float64)
 

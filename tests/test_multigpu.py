@@ -1,5 +1,6 @@
 """Data-parallel training, by processes on the CPU: as exact as one process, and no rank waits for another for ever."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, load
+from conftest import ROOT, ScriptedPool, load
+from conftest import train as train_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SCRIPT = "ppo_atari_multigpu"
@@ -110,17 +112,41 @@ def test_two_ranks_compute_what_one_process_computes_on_all_envs(own_folder, fla
 
 
 @pytest.mark.slow
+def test_one_rank_computes_what_the_script_for_one_process_computes(own_folder, monkeypatch):
+    (one,) = train(1, own_folder / "one", local_num_envs=2, **SIZES)
+    plain = load("ppo_atari_envpool")
+    monkeypatch.setattr(plain, "make_envs", ScriptedPool)
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self: self.fill_(1.0))
+    other, still = (
+        train_here(monkeypatch, "ppo_atari_envpool", num_envs=2, **SIZES, **flags).parameters
+        for flags in ({}, {"learning_rate": 0.0})
+    )
+    assert max((one[name] - other[name]).abs().max().item() for name in one) < 2e-6
+    assert max((one[name] - still[name]).abs().max().item() for name in one) > 5e-4
+
+
+@pytest.mark.slow
 def test_ranks_play_games_of_their_own_and_rank_0_logs_for_all(own_folder):
-    patch = "original = script.advantage_moments\n"
-    patch += "def spied(batch, minibatches):\n    torch.save(batch, f'batch{rank}.pt')\n"
-    patch += "    return original(batch, minibatches)\nscript.advantage_moments = spied\n"
+    patch = (
+        "original, make_envs = script.advantage_moments, script.make_envs\n"
+        "def spied(batch, minibatches):\n"
+        "    torch.save((batch, seeds, torch.initial_seed()), f'spied{rank}.pt')\n"
+        "    return original(batch, minibatches)\n"
+        "def spied_envs(env_id, its_seeds):\n"
+        "    global seeds\n    seeds = its_seeds\n    return make_envs(env_id, its_seeds)\n"
+        "script.advantage_moments, script.make_envs = spied, spied_envs\n"
+    )
     sizes = {"local_num_envs": 2, "num_steps": 128, "total_timesteps": 1024, "update_epochs": 1}
     train(2, own_folder / "run", patch, **sizes)
-    a, b = (torch.load(own_folder / "run" / f"batch{rank}.pt") for rank in range(2))
+    spied = (torch.load(own_folder / "run" / f"spied{rank}.pt") for rank in range(2))
+    (a, env_seeds, seed), (b, other_env_seeds, other_seed) = spied
     assert not torch.equal(a["obs"], b["obs"]) and not torch.equal(a["action"], b["action"])
+    assert len({*env_seeds, *other_env_seeds}) == 4 and seed != other_seed
     (run_dir,) = (own_folder / "run" / "runs").iterdir()
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["ran"] == {"device": "cpu", "world_size": 2, "compile": False, "cudagraphs": False}
+    ran = {"device": "cpu", "world_size": 2, "compile": False, "cudagraphs": False}
+    ran |= {"num_envs": 4, "batch_size": 512, "minibatch_size": 128, "num_iterations": 2}
+    assert summary["ran"] == ran
     assert summary["metrics"]["global_step"] == 1024
     events = EventAccumulator(str(run_dir)).Reload()
     assert [e.step for e in events.Scalars("charts/SPS")] == [512, 1024]
@@ -164,7 +190,14 @@ def test_a_break_is_decided_by_all_ranks(own_folder):
 @pytest.mark.parametrize(
     ("patch", "args", "message"),
     [
-        ("", {"learning_rate": 1e20}, r"error: losses/"),
+        (
+            "original = script.ppo_loss\n"
+            "def ppo_loss(*args):\n    loss, losses = original(*args)\n"
+            "    return loss, losses | {'approx_kl': losses['approx_kl'] + (float('nan') if rank else 0)}\n"
+            "script.ppo_loss = ppo_loss\n",
+            {},
+            "error: losses/approx_kl is nan",  # of rank 1 alone
+        ),
         (
             "original = script.check_equal\n"
             "def check_equal(parameters, rank):\n    parameters[0].data += rank\n    original(parameters, rank)\n"
@@ -206,8 +239,14 @@ def test_torchrun_trains_a_game(own_folder):
     command += [ROOT / "leanrl" / f"{SCRIPT}.py", "--env-id", "Pong-v5", "--local-num-envs", 2, "--num-steps", 32]
     command = [str(part) for part in [*command, "--total-timesteps", 256, "--no-cuda", "--cudagraphs"]]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, cwd=own_folder, env=env, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr
-    assert process.stderr.count("--cudagraphs needs a GPU; going on without") >= 1
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=own_folder, env=env, start_new_session=True, **pipes)
+    try:
+        _, output = process.communicate(timeout=120)
+    finally:  # of a run that hangs, torchrun's children too
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    assert output.count("--cudagraphs needs a GPU; going on without") == 1
     (summary,) = own_folder.glob(f"runs/Pong-v5__{SCRIPT}__1__*/summary.json")
     assert json.loads(summary.read_text())["metrics"]["global_step"] == 256

@@ -59,15 +59,16 @@ def test_the_ring_holds_the_steps_worked_out_by_hand(monkeypatch, name, buffer_s
             np.testing.assert_array_equal(ring[t % len(ring), 0, 3:-3].numpy(), actions[t - 1])
 
 
+@pytest.mark.parametrize("buffer_size", [100, 6])  # with 6, the ring wraps
 @pytest.mark.parametrize("name", OFF_POLICY)
-def test_batches_hold_the_transitions_up_to_now_and_nothing_else(monkeypatch, name):
-    _, draws, _ = record(monkeypatch, name, total_timesteps=13)
+def test_batches_hold_the_transitions_up_to_now_and_nothing_else(monkeypatch, name, buffer_size):
+    _, draws, _ = record(monkeypatch, name, total_timesteps=13, buffer_size=buffer_size)
     times = {(0.0, *map(float, obs)): t for t, obs in enumerate(OBS)}
     seen = set()
     for newest, pairs, batch in draws:
-        assert pairs == newest
+        assert pairs == min(newest, buffer_size)
         after = [times[tuple(obs)] for obs in batch["next_obs"].tolist()]
-        assert min(after) >= 1 and max(after) <= newest
+        assert min(after) > newest - pairs and max(after) <= newest
         assert [times[tuple(obs)] for obs in batch["obs"].tolist()] == [t - 1 for t in after]
         assert batch["reward"].tolist() == [REWARD[t] for t in after]
         assert batch["terminated"].tolist() == [TERMINATED[t] for t in after]

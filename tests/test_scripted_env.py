@@ -167,3 +167,23 @@ def test_groups_of_envs_live_the_same_lives(monkeypatch):
             assert torch.equal(a[key], b[key]), key
         torch.testing.assert_close(a["return"], b["return"], rtol=1e-4, atol=1e-5)
     assert len(recorded[1]) == 2 and recorded[1][0]["obs"].float().std() > 1
+
+
+def test_envpool_resets_a_step_after_an_end_and_ignores_that_steps_action():
+    """What the masks rest on: two pools are given other actions where a reset is due, and play the same games."""
+    script, rng = load(ATARI[0]), np.random.default_rng(0)
+    a, b = (script.make_envs("Breakout-v5", [1, 2, 3, 4]) for _ in range(2))
+    a.reset(), b.reset()
+    due, lives, ends, games = np.zeros(4, bool), np.full(4, 5), 0, 0
+    for _ in range(600):
+        action = rng.integers(4, size=4)
+        obs, reward, terminated, truncated, info = a.step(action)
+        same, *_ = b.step(np.where(due, rng.integers(4, size=4), action))
+        assert np.array_equal(obs, same)
+        assert not reward[due].any() and not info["reward"][due].any() and not (terminated | truncated)[due].any()
+        assert np.array_equal(terminated, ~due & (info["lives"] < lives))
+        assert np.array_equal(info["terminated"] > 0, terminated & (info["lives"] == 0))  # a game's end, not a life's
+        due, lives = terminated | truncated, info["lives"]
+        ends, games = ends + terminated.sum(), games + (info["terminated"] > 0).sum()
+    assert ends > 20 and games > 3
+    a.close(), b.close()

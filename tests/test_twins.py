@@ -44,17 +44,20 @@ def test_twins_align(eager, twin):
 @pytest.mark.parametrize("name", ALL_SCRIPTS)
 def test_a_script_can_be_read_in_ten_minutes(name):
     lines = (ROOT / "leanrl" / f"{name}.py").read_text().splitlines()
-    assert len(lines) <= (400 if name.endswith(("_torchcompile", "_multigpu")) else 330)
+    assert len(lines) <= (410 if "multigpu" in name else 400 if "torchcompile" in name else 330)
     assert max(map(len, lines)) <= 120
     assert next(i for i, line in enumerate(lines) if line.startswith('"""')) <= 5
 
 
-@pytest.mark.parametrize("num_envs", [1, 2])
-@pytest.mark.parametrize(("eager", "twin"), TWINS)
-def test_flags_off_computes_what_eager_computes(monkeypatch, eager, twin, num_envs):
+FLAGS = [(*twins, {"num_envs": num_envs}) for twins in TWINS for num_envs in (1, 2)]
+FLAGS += [(*twins, {"num_envs": 1, "autotune": False}) for twins in TWINS if "sac" in twins[0]]
+
+
+@pytest.mark.parametrize(("eager", "twin", "sizes"), FLAGS)
+def test_flags_off_computes_what_eager_computes(monkeypatch, eager, twin, sizes):
     precise = eager in ATARI or eager in OFF_POLICY and eager != "dqn"
     torch.set_default_dtype(torch.float64 if precise else torch.float32)
-    sizes = {"num_envs": num_envs} | ({"num_steps": 32, "total_timesteps": 320} if eager in ATARI else {})
+    sizes = sizes | ({"num_steps": 32, "total_timesteps": 320} if eager in ATARI else {})
     a, b = (train(monkeypatch, name, **tiny(name) | sizes) for name in (eager, twin))
     # Rounding is all that may differ. PPO: up to 32 Adam steps of up to 3e-4. TD3, SAC: 124 updates with an Adam whose
     # tiny eps makes much of a small difference; float64 tells that from a wrong formula. DQN: 12 updates.
