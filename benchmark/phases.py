@@ -39,6 +39,7 @@ class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(name for name in SCRIPTS if "multigpu" not in name)
     steps: int | None = None  # env steps of each run; default: the script's own
     modes: tuple[str, ...] = ("eager", "twin", "compile")
+    pairs: int = 3  # turns of all modes; shown is each mode's run of median speed
     out: Path = Path("runs/phases")  # where the JSON goes
 
 
@@ -53,24 +54,30 @@ def timed(source: str) -> str:
     return source.replace("\n\n\n@dataclass", CLOCK + "\n\n@dataclass", 1)
 
 
+def measure_phases(script: str, mode: str, steps: int, env_id: str, seed: int) -> dict:
+    """Microseconds of an environment step in each phase of a run."""
+    file = f"{script}{modes(script)[mode][0]}.py"
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, file).write_text(timed((ROOT / "leanrl" / file).read_text()))
+        os.environ["PHASES_OUT"] = str(Path(folder, "spent"))
+        result = measure(script, mode, steps, env_id, seed, Path(folder))
+        spent = Counter(eval(Path(folder, "spent").read_text()))  # written by CLOCK above
+    microseconds = 1e6 / result["SPS"]
+    row = {"mode": mode, "microseconds": microseconds, "simulator": result["env_share"] * microseconds}
+    return row | {phase: spent[phase] / spent.total() * microseconds for phase in PHASES}
+
+
 def main(args: Args):
     args.out.mkdir(parents=True, exist_ok=True)
     for script in args.scripts:
         env_id, steps = SCRIPTS[script]
-        rows = []
-        for mode in args.modes:
-            file = f"{script}{modes(script)[mode][0]}.py"
-            with tempfile.TemporaryDirectory() as folder:
-                Path(folder, file).write_text(timed((ROOT / "leanrl" / file).read_text()))
-                os.environ["PHASES_OUT"] = str(Path(folder, "spent"))
-                result = measure(script, mode, args.steps or steps, env_id, 1, Path(folder))
-                spent = Counter(eval(Path(folder, "spent").read_text()))  # written by CLOCK above
-            microseconds = 1e6 / result["SPS"]
-            shares = {phase: spent[phase] / spent.total() for phase in PHASES}
-            row = {"mode": mode, "microseconds": microseconds} | {p: shares[p] * microseconds for p in PHASES}
-            rows.append(row | {"simulator": result["env_share"] * microseconds})
-            print(mode, {k: round(v, 1) for k, v in rows[-1].items() if k != "mode"}, file=sys.stderr)
-        report = {"script": script, "env_id": env_id, "machine": machine(), "modes": rows}
+        turns = []
+        for seed in range(1, args.pairs + 1):
+            turns.append([measure_phases(script, mode, args.steps or steps, env_id, seed) for mode in args.modes])
+            print(script, *turns[-1], sep="\n", file=sys.stderr)
+        # of each mode, the run of median speed: the phases of one run add up
+        rows = [sorted(runs, key=lambda row: row["microseconds"])[len(runs) // 2] for runs in zip(*turns)]
+        report = {"script": script, "env_id": env_id, "machine": machine(), "turns": args.pairs, "modes": rows}
         (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
