@@ -229,7 +229,14 @@ ABLATIONS["ppo_atari_envpool"] = {
     "without perf[1]: no compilation": ("twin", ()),
     "with perf[10]: two groups of envs": ("compile+groups", ()),
     "with perf[11]: bfloat16": ("compile+bf16", ()),
-    "without perf[11]: channels first": ("compile", ((", memory_format=torch.channels_last", ""),)),
+    "without perf[11]: channels first": (
+        "compile",
+        (
+            (".to(device, memory_format=torch.channels_last)", ".to(device)"),
+            ("device=device, memory_format=torch.channels_last)", "device=device)"),
+        ),
+    ),
+    "without perf[15]: freed memory goes back to the system": ("compile", (('"mallopt")', '"no such")'),)),
     "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
     "with the policy step not compiled": ("compile", ((BOTH, "(policy, torch.compile(update, fullgraph=True))"),)),
     "tried: max-autotune": ("compile", ((BOTH, BOTH.replace("=True", '=True, options={"max_autotune": True}')),)),

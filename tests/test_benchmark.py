@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,15 +51,18 @@ def test_summary_pairs_the_turns():
     assert "3.00" in compare.text_table([eager, compiled])
 
 
-def test_the_share_of_the_graphs_counts_calls_of_updates_alone():
+def test_the_share_of_the_graphs_counts_calls_of_updates_alone(monkeypatch):
     """One graph of 2 ms called at each of 100 steps that take 8 ms, another that is no update: a quarter."""
 
+    clock = [0.0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: sum(clock)))
+
     def graph(name: str, seconds: float):
-        replay = SimpleNamespace(replay=lambda: time.sleep(seconds))
+        replay = SimpleNamespace(replay=lambda: clock.append(seconds))
         return SimpleNamespace(name=name, calls=100, graph=replay)
 
     graphs = [graph("update", 0.002), graph("act", 0.004)]
-    assert measure.graph_share(graphs, 0.008, 100, lambda: None) == pytest.approx(0.25, rel=0.3)
+    assert measure.graph_share(graphs, 0.008, 100, lambda: None) == pytest.approx(0.25)
     assert measure.graph_share([], 0.008, 100, lambda: None) is None
 
 
