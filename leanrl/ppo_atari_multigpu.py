@@ -315,13 +315,10 @@ def train(args: Args) -> dict[str, float]:
         policy, gradient, step = (CudaGraphModule(f, warmup=3) for f in (policy, gradient, step))
 
     def update(idx: Tensor, moments: Tensor) -> dict[str, Tensor]:
+        bucket.zero_() if model is agent else optimizer.zero_grad()
+        losses = gradient(idx, moments)  # DDP averages while it goes back
         if model is agent:
-            bucket.zero_()
-            losses = gradient(idx, moments)
             dist.all_reduce(bucket.div_(world_size))
-        else:
-            optimizer.zero_grad()
-            losses = gradient(idx, moments)  # DDP averages while it goes back
         step()
         return losses
 
