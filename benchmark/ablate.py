@@ -234,6 +234,7 @@ ABLATIONS["ppo_atari_envpool"] = {
         (
             (".to(device, memory_format=torch.channels_last)", ".to(device)"),
             ("device=device, memory_format=torch.channels_last)", "device=device)"),
+            ("non_blocking=True, memory_format=torch.channels_last)", "non_blocking=True)"),
         ),
     ),
     "without perf[15]: freed memory goes back to the system": ("compile", (('"mallopt")', '"no such")'),)),
