@@ -225,6 +225,9 @@ ABLATIONS["dqn"] = {
     "eager: as many threads as cores": ("eager", ((THREADS, "    _ = (1)"),)),
 }
 BOTH = "(torch.compile(f, fullgraph=True) for f in (policy, update))"
+PARAMS = "    params = dict(agent.named_parameters())\n"
+AUTOCAST, FIRST, BLOCKS = "        with torch.autocast(", '"trunk.0.weight"', "nn.functional.pixel_unshuffle"
+KEEP = "    import ctypes; libc = ctypes.CDLL(None); libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)\n"
 ABLATIONS["ppo_atari_envpool"] = {
     "without perf[1]: no compilation": ("twin", ()),
     "with perf[10]: two groups of envs": ("compile+groups", ()),
@@ -241,6 +244,20 @@ ABLATIONS["ppo_atari_envpool"] = {
     "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
     "with the policy step not compiled": ("compile", ((BOTH, "(policy, torch.compile(update, fullgraph=True))"),)),
     "tried: max-autotune": ("compile", ((BOTH, BOTH.replace("=True", '=True, options={"max_autotune": True}')),)),
+    "tried: a first convolution of 2 x 2 blocks, 16 pixels each": (
+        "compile",
+        (
+            (PARAMS, PARAMS + "    agent.trunk[0].stride = 1, 1\n"),
+            ("torch.empty(T * N, *obs.shape[1:],", "torch.empty(T * N, 64, 21, 21,"),
+            (AUTOCAST, f"        params = params | {{{FIRST}: {BLOCKS}(params[{FIRST}], 4)}}\n{AUTOCAST}"),
+            ("copy_(obs[rows], non", f"copy_({BLOCKS}(obs[rows], 4), non"),
+            ("last_obs = obs.to(", f"last_obs = {BLOCKS}(obs, 4).to("),
+        ),
+    ),
+    "eager: freed memory is kept, as by perf[15]": (
+        "eager",
+        (("    num_actions, done,", f"{KEEP}    num_actions, done,"),),
+    ),
     "eager: channels last": (
         "eager",
         (("(num_actions).to(device)", "(num_actions).to(device, memory_format=torch.channels_last)"),),
