@@ -241,6 +241,7 @@ ABLATIONS["ppo_atari_envpool"] = {
         ),
     ),
     "without perf[15]: freed memory goes back to the system": ("compile", (('"mallopt")', '"no such")'),)),
+    "without perf[16]: idle threads spin": ("compile", (('"OMP_WAIT_POLICY"', '"NO_SUCH"'),)),
     "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
     "with the policy step not compiled": ("compile", ((BOTH, "(policy, torch.compile(update, fullgraph=True))"),)),
     "tried: max-autotune": ("compile", ((BOTH, BOTH.replace("=True", '=True, options={"max_autotune": True}')),)),
@@ -257,6 +258,10 @@ ABLATIONS["ppo_atari_envpool"] = {
     "eager: freed memory is kept, as by perf[15]": (
         "eager",
         (("    num_actions, done,", f"{KEEP}    num_actions, done,"),),
+    ),
+    "eager: idle threads sleep, as by perf[16]": (
+        "eager",
+        (("import numpy as np\n", 'import os; os.environ["OMP_WAIT_POLICY"] = "passive"\nimport numpy as np\n'),),
     ),
     "eager: channels last": (
         "eager",

@@ -131,13 +131,17 @@ PEERS = {  # script -> name of the peer -> (package it needs, function)
 }
 
 
+def load(args: Args):
+    """The script that the mode names, as a module."""
+    sys.path.insert(0, str(args.folder))
+    return importlib.import_module(args.script + modes(args.script)[args.mode][0])
+
+
 def run_script(args: Args) -> dict:
     """Trains by a call of the script's train(), in a folder that is thrown away."""
     import torch
 
-    suffix, flags = modes(args.script)[args.mode]
-    sys.path.insert(0, str(args.folder))
-    script = importlib.import_module(args.script + suffix)
+    script, flags = load(args), modes(args.script)[args.mode][1]
     graphs = know_graphs(script) if hasattr(script, "CudaGraphModule") else []
     flags = [*flags, "--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
     flags += ["--learning-starts", LEARNING_STARTS] if hasattr(script.Args, "learning_starts") else []
@@ -250,8 +254,7 @@ def run_ranks(args: Args) -> dict | None:
     """Trains as one of the ranks that torchrun has started; the result on rank 0."""
     import torch
 
-    sys.path.insert(0, str(args.folder))
-    script = importlib.import_module(args.script)
+    script = load(args)
     spent = time_communication(torch.distributed, torch.cuda.synchronize if torch.cuda.is_available() else lambda: None)
     reports, report = [], script.report  # [(seconds, of them in communication)]
 
@@ -293,6 +296,8 @@ def main(args: Args):
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.mode[0]}"]
         # a thread for each rank, also where there is one rank: the ratio is that of adding ranks
         sys.exit(subprocess.run([*launch, *sys.argv], env={"OMP_NUM_THREADS": "1"} | os.environ).returncode)
+    if args.mode in modes(args.script):
+        load(args)  # before PyTorch, since a script may set what PyTorch reads while it is loaded
     import torch
 
     has_gpu, samples, stop = torch.cuda.is_available(), [], threading.Event()

@@ -18,6 +18,7 @@ import ctypes  # perf[15]
 import difflib
 import json
 import math
+import os  # perf[16]
 import re
 import sys
 import time
@@ -25,6 +26,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # perf[16] set before torch is loaded: idle threads sleep
 import numpy as np
 import torch
 import tyro
