@@ -28,7 +28,7 @@ SCRIPTS = {  # script -> (env, steps of one run)
     "td3_continuous_action": ("HalfCheetah-v4", 6_000),
     "sac_continuous_action": ("HalfCheetah-v4", 5_000),
     "dqn": ("CartPole-v1", 100_000),
-    "ppo_atari_envpool": ("Breakout-v5", 8_192),
+    "ppo_atari_envpool": ("Breakout-v5", 16_384),
     "ppo_atari_multigpu": ("Breakout-v5", 16_384),
 }
 
