@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import tyro
 from compare import SCRIPTS, machine, measure
@@ -39,7 +40,7 @@ class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(name for name in SCRIPTS if "multigpu" not in name)
     steps: int | None = None  # env steps of each run; default: the script's own
     modes: tuple[str, ...] = ("eager", "twin", "compile")
-    pairs: int = 3  # turns of all modes; shown is each mode's run of median speed
+    pairs: int = 3  # turns of all modes; shown is each mode's run of median speed, and the median simulator
     out: Path = Path("runs/phases")  # where the JSON goes
 
 
@@ -77,6 +78,8 @@ def main(args: Args):
             print(script, *turns[-1], sep="\n", file=sys.stderr)
         # of each mode, the run of median speed: the phases of one run add up
         rows = [sorted(runs, key=lambda row: row["microseconds"])[len(runs) // 2] for runs in zip(*turns)]
+        for row, runs in zip(rows, zip(*turns)):  # timed by itself, after a run
+            row["simulator"] = median(run["simulator"] for run in runs)
         report = {"script": script, "env_id": env_id, "machine": machine(), "turns": args.pairs, "modes": rows}
         (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")
 
