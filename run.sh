@@ -73,7 +73,7 @@ case ${1:-} in
     for mode in eager compile+bf16; do
       python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 500000 --mode $mode --seeds 1
     done
-    python benchmark/returns.py dqn --env-ids CartPole-v1 --total-timesteps 500000
+    python benchmark/returns.py dqn --env-ids CartPole-v1 --seeds 1 2 3 4 5 6 7 8 9 10 --total-timesteps 500000
     exec python benchmark/plot.py
     ;;
 esac
