@@ -100,6 +100,28 @@ def test_the_documents_show_the_results():
     assert process.returncode == 0, process.stderr
 
 
+def test_the_readme_shows_one_mode_and_not_the_luckiest(monkeypatch):
+    speeds = {"eager": 100, "compile": 150, "compile+groups": 170, "compile+bf16": 300}
+    rows = [{"mode": mode, "sps": [sps] * 3, "runs": [{"SPS": sps}] * 3} for mode, sps in speeds.items()]
+    report = {"script": "ppo_atari_envpool", "env_id": "Breakout-v5", "modes": rows}
+    monkeypatch.setattr(plot, "speed_reports", lambda folder: [report])
+    assert "| 100 | **150** (1.50 x eager) | none |" in plot.best_block()
+
+
+def test_the_phases_show_the_median_simulator(monkeypatch, tmp_path):
+    """The second of three runs has the median speed, the third the median simulator."""
+    runs = iter([(100, 50), (200, 10), (300, 20)])
+
+    def measured(script, mode, *_):
+        microseconds, simulator = next(runs)
+        return {"mode": mode, "microseconds": microseconds, "simulator": simulator}
+
+    monkeypatch.setattr(phases, "measure_phases", measured)
+    phases.main(phases.Args(scripts=("dqn",), modes=("eager",), out=tmp_path))
+    (row,) = json.loads((tmp_path / "dqn.json").read_text())["modes"]
+    assert (row["microseconds"], row["simulator"]) == (200, 20)
+
+
 def test_a_block_is_replaced_and_nothing_else(monkeypatch, own_folder):
     """Empty, filled, and filled again: the text around and between the blocks stays."""
     document = own_folder / "x.md"
