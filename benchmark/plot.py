@@ -99,7 +99,7 @@ def curves(path: Path):
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(path.open())) if path.exists() else []
+    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
 
 def speed_reports(folder: str) -> list[dict]:
