@@ -2,6 +2,9 @@
 
     python benchmark/ablate.py --pairs 5
 
+A run of the script as it is stands before and after each run of an entry, and the ratio is to their geometric mean: a
+machine whose speed drifts from minute to minute would hide most tricks in a comparison over a whole turn.
+
 An entry is the mode to run and the edits of the source that undo the trick (or try one that was turned down). Edits
 that no longer apply are an error, so this list follows the scripts. Writes OUT/SCRIPT.json for docs/performance.md.
 """
@@ -275,7 +278,7 @@ ABLATIONS["ppo_atari_envpool"] = {
 class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(ABLATIONS)
     steps: int | None = None  # env steps of each run; default: the script's own
-    pairs: int = 3  # turns of all variants
+    pairs: int = 3  # turns of all entries
     out: Path = Path("runs/ablate")  # where the JSON goes
 
 
@@ -290,21 +293,33 @@ def edited(source: str, edits: Edits) -> str:
 def ablate(script: str, args: Args):
     env_id, steps = SCRIPTS[script]
     variants = {"eager": ("eager", ()), "compile": ("compile", ())} | ABLATIONS[script]
-    runs = {name: [] for name in variants}
-    for turn in range(args.pairs):
-        for name, (mode, edits) in variants.items():
-            print(f"turn {turn + 1} of {args.pairs}: {name}", file=sys.stderr)
-            file = f"{script}{modes(script)[mode][0]}.py"
-            with tempfile.TemporaryDirectory() as folder:
-                Path(folder, file).write_text(edited((ROOT / "leanrl" / file).read_text(), edits))
-                runs[name].append(measure(script, mode, args.steps or steps, env_id, turn + 1, Path(folder)))
+    of_eager = [name for name in variants if name.startswith("eager:")]
+    of_compile = [name for name in variants if name not in (*of_eager, "eager", "compile")]
+    runs, ratios = {name: [] for name in variants}, {name: [] for name in variants}
+
+    def timed(name: str, turn: int) -> float:
+        """The rate of one run; the first of each variant finds its compiler cache empty."""
+        print(f"turn {turn + 1} of {args.pairs}: {name}", file=sys.stderr)
+        mode, edits = variants[name]
+        file, folder = f"{script}{modes(script)[mode][0]}.py", Path(caches, str(list(variants).index(name)))
+        folder.mkdir(exist_ok=True)
+        (folder / file).write_text(edited((ROOT / "leanrl" / file).read_text(), edits))
+        runs[name].append(measure(script, mode, args.steps or steps, env_id, turn + 1, folder, cache=folder / "cache"))
+        return runs[name][-1]["SPS"]
+
+    with tempfile.TemporaryDirectory() as caches:
+        for turn in range(args.pairs):
+            for base, names in (("eager", of_eager), ("compile", of_compile)):
+                before = timed(base, turn)
+                for name in names:
+                    rate, after = timed(name, turn), timed(base, turn)
+                    ratios[name].append(rate / (before * after) ** 0.5)
+                    before = after
     rows = []
     for name, (mode, _) in variants.items():
-        base = runs["compile" if not name.startswith("eager") else "eager"]
-        ratios = [r["SPS"] / b["SPS"] for r, b in zip(runs[name], base, strict=True)]
-        startup = sorted(r["startup_seconds"] for r in runs[name])[len(base) // 2]
-        row = {"variant": name, "mode": mode, "ratio": interval(ratios), "startup_seconds": startup}
-        rows.append(row | {"sps": interval([r["SPS"] for r in runs[name]]), "runs": runs[name]})
+        row = {"variant": name, "mode": mode, "ratio": interval(ratios[name] or [1.0])}
+        row["startup_seconds"] = runs[name][0]["startup_seconds"]  # cold
+        rows.append(row | {"sps": interval([r["SPS"] for r in runs[name]]), "ratios": ratios[name], "runs": runs[name]})
         print(f"{name:65s} {row['ratio'][0]:5.2f}  ({row['ratio'][1]:.2f} - {row['ratio'][2]:.2f})")
     args.out.mkdir(parents=True, exist_ok=True)
     report = {"script": script, "env_id": env_id, "machine": machine(), "variants": rows}

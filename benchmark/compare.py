@@ -70,12 +70,12 @@ def machine() -> dict:
     }
 
 
-def measure(script: str, mode: str, steps: int, env_id: str, seed: int, folder: Path = ROOT / "leanrl") -> dict:
-    """One run in a fresh process; its progress bar passes through."""
+def measure(script, mode: str, steps: int, env_id: str, seed: int, folder=ROOT / "leanrl", cache="") -> dict:
+    """One run in a fresh process; its progress bar passes through. Start-up is cold without a folder `cache`."""
     command = [sys.executable, "-W", "ignore", Path(__file__).parent / "measure.py", script, "--mode", mode]
     command += ["--steps", steps, "--env-id", env_id, "--seed", seed, "--folder", folder]
-    with tempfile.TemporaryDirectory() as cache:  # an empty compiler cache: start-up is reported cold
-        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+    with tempfile.TemporaryDirectory() as empty:
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache) or empty}
         process = subprocess.run([str(c) for c in command], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
     if process.returncode:
         sys.exit(f"error: {mode} of {script} failed with exit code {process.returncode}")

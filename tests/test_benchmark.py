@@ -1,5 +1,6 @@
 """The benchmark measures what it says, and the documents show what it measured."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -27,6 +28,28 @@ def test_every_pair_is_measured_and_its_tricks_can_be_taken_out():
             compile(ablate.edited(source, edits), script, "exec")  # applies, and is Python
         for suffix in ("", "_torchcompile"):
             compile(phases.timed((ROOT / "leanrl" / f"{script}{suffix}.py").read_text()), script, "exec")
+
+
+def test_ablation_is_blind_to_drift(monkeypatch, tmp_path):
+    """A machine that loses a tenth of its speed with every run: what a trick is worth comes out exactly."""
+    calls, caches = itertools.count(), []
+
+    def slowing(script, mode, steps, env_id, seed, folder, cache):
+        source = (folder / f"{script}{measure.modes(script)[mode][0]}.py").read_text()
+        caches.append((mode, seed, cache))
+        worth = {"twin": 0.5, "eager": 1.0 if "fused=True" in source else 0.8}.get(mode, 1.0)
+        return {"SPS": worth * 0.9 ** next(calls), "startup_seconds": float(seed)}
+
+    monkeypatch.setattr(ablate, "measure", slowing)
+    script = "td3_continuous_action"
+    ablate.ablate(script, ablate.Args(pairs=2, out=tmp_path))
+    rows = {row["variant"]: row for row in json.loads((tmp_path / f"{script}.json").read_text())["variants"]}
+    assert rows.keys() == {"eager", "compile", *ablate.ABLATIONS[script]}
+    worth = {"without perf[1]: no compilation": 0.5, "eager: Adam without fused=True": 0.8}
+    for name, row in rows.items():
+        assert row["ratio"] == pytest.approx([worth.get(name, 1)] * 3), name
+        assert row["startup_seconds"] == 1  # of the first turn, when the cache is empty
+    assert len({cache for _, _, cache in caches}) == len(rows)
 
 
 def test_interval_covers_the_median():
