@@ -2,8 +2,8 @@
 
     python benchmark/ablate.py --pairs 5
 
-A run of the script as it is stands before and after each run of an entry, and the ratio is to their geometric mean: a
-machine whose speed drifts from minute to minute would hide most tricks in a comparison over a whole turn.
+An entry runs beside the script as it is, slice by slice in turn, as in compare.py: a machine whose speed drifts would
+hide most tricks otherwise.
 
 An entry is the mode to run and the edits of the source that undo the trick (or try one that was turned down). Edits
 that no longer apply are an error, so this list follows the scripts. Writes OUT/SCRIPT.json for docs/performance.md.
@@ -12,11 +12,12 @@ that no longer apply are an error, so this list follows the scripts. Writes OUT/
 import json
 import sys
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from compare import SCRIPTS, interval, machine, measure
+from compare import SCRIPTS, Run, interval, machine, measure, ratios
 from measure import ROOT, modes
 
 Edits = tuple[tuple[str, str], ...]
@@ -292,34 +293,29 @@ def edited(source: str, edits: Edits) -> str:
 
 def ablate(script: str, args: Args):
     env_id, steps = SCRIPTS[script]
-    variants = {"eager": ("eager", ()), "compile": ("compile", ())} | ABLATIONS[script]
-    of_eager = [name for name in variants if name.startswith("eager:")]
-    of_compile = [name for name in variants if name not in (*of_eager, "eager", "compile")]
-    runs, ratios = {name: [] for name in variants}, {name: [] for name in variants}
+    runs = {name: [] for name in ABLATIONS[script]}  # [(its result, that of the script as it is)]
+    with tempfile.TemporaryDirectory() as folder:
 
-    def timed(name: str, turn: int) -> float:
-        """The rate of one run; the first of each variant finds its compiler cache empty."""
-        print(f"turn {turn + 1} of {args.pairs}: {name}", file=sys.stderr)
-        mode, edits = variants[name]
-        file, folder = f"{script}{modes(script)[mode][0]}.py", Path(caches, str(list(variants).index(name)))
-        folder.mkdir(exist_ok=True)
-        (folder / file).write_text(edited((ROOT / "leanrl" / file).read_text(), edits))
-        runs[name].append(measure(script, mode, args.steps or steps, env_id, turn + 1, folder, cache=folder / "cache"))
-        return runs[name][-1]["SPS"]
+        def run(mode: str, edits: Edits, turn: int) -> Run:
+            """The script with the edits; the first run of each variant finds its compiler cache empty."""
+            file = f"{script}{modes(script)[mode][0]}.py"
+            source = edited((ROOT / "leanrl" / file).read_text(), edits)
+            place = Path(folder, f"{mode}-{zlib.crc32(source.encode())}")
+            place.mkdir(exist_ok=True)
+            (place / file).write_text(source)
+            return Run(script, mode, args.steps or steps, env_id, turn + 1, place, cache=place / "cache")
 
-    with tempfile.TemporaryDirectory() as caches:
         for turn in range(args.pairs):
-            for base, names in (("eager", of_eager), ("compile", of_compile)):
-                before = timed(base, turn)
-                for name in names:
-                    rate, after = timed(name, turn), timed(base, turn)
-                    ratios[name].append(rate / (before * after) ** 0.5)
-                    before = after
+            for name, (mode, edits) in ABLATIONS[script].items():
+                print(f"turn {turn + 1} of {args.pairs}: {name}", file=sys.stderr)
+                base = "eager" if name.startswith("eager") else "compile"
+                runs[name].append(measure(run(mode, edits, turn), run(base, (), turn)))
     rows = []
-    for name, (mode, _) in variants.items():
-        row = {"variant": name, "mode": mode, "ratio": interval(ratios[name] or [1.0])}
-        row["startup_seconds"] = runs[name][0]["startup_seconds"]  # cold
-        rows.append(row | {"sps": interval([r["SPS"] for r in runs[name]]), "ratios": ratios[name], "runs": runs[name]})
+    for name, (mode, _) in ABLATIONS[script].items():
+        own, base = zip(*runs[name], strict=True)
+        row = {"variant": name, "mode": mode, "ratio": interval(ratios(own, base))}
+        row |= {"startup_seconds": own[0]["startup_seconds"], "turns": len(own)}  # cold
+        rows.append(row | {"runs": own, "as_it_is": base})
         print(f"{name:65s} {row['ratio'][0]:5.2f}  ({row['ratio'][1]:.2f} - {row['ratio'][2]:.2f})")
     args.out.mkdir(parents=True, exist_ok=True)
     report = {"script": script, "env_id": env_id, "machine": machine(), "variants": rows}

@@ -2,8 +2,9 @@
 
     python benchmark/compare.py ppo_continuous_action --pairs 5
 
-Each measurement is a fresh process (measure.py). The modes take turns, A B C, A B C, ..., so that a machine whose
-speed drifts slows all of them; ratios are taken within a turn. Prints a table; writes OUT/SCRIPT.json and .png.
+Each run is a fresh process (measure.py), and the runs of all modes take turns slice by slice, A B C, A B C, ..., one
+after the other, so that a machine whose speed drifts within seconds slows all of them alike. A ratio is that of two
+neighbouring slices. All of it is repeated --pairs times. Prints a table; writes OUT/SCRIPT.json and .png.
 """
 
 import importlib.util
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from measure import PEERS, RANKS, ROOT, modes
+from measure import HAND_OVER, PEERS, RANKS, ROOT, modes
 
 SCRIPTS = {  # script -> (env, steps of one run)
     "ppo_continuous_action": ("HalfCheetah-v4", 40_960),
@@ -37,7 +38,7 @@ SCRIPTS = {  # script -> (env, steps of one run)
 class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(SCRIPTS)
     steps: int | None = None  # env steps of each run; default: the script's own
-    pairs: int = 3  # turns of all modes
+    pairs: int = 3  # runs of each mode
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
     peers: bool = True  # measure the other libraries that are installed
     out: Path = Path("runs/compare")  # where the JSON and the picture go
@@ -70,32 +71,76 @@ def machine() -> dict:
     }
 
 
-def measure(script, mode: str, steps: int, env_id: str, seed: int, folder=ROOT / "leanrl", cache="") -> dict:
-    """One run in a fresh process; its progress bar passes through. Start-up is cold without a folder `cache`."""
-    command = [sys.executable, "-W", "ignore", Path(__file__).parent / "measure.py", script, "--mode", mode]
-    command += ["--steps", steps, "--env-id", env_id, "--seed", seed, "--folder", folder]
+@dataclass
+class Run:
+    script: str
+    mode: str
+    steps: int
+    env_id: str
+    seed: int
+    folder: Path = ROOT / "leanrl"
+    cache: Path | None = None  # of the compiler; default: empty, so that start-up is cold
+
+    def start(self, empty: Path) -> subprocess.Popen:
+        """The process; its progress bar passes through."""
+        command = [sys.executable, "-W", "ignore", Path(__file__).parent / "measure.py", self.script, "--in-turns"]
+        command += ["--mode", self.mode, "--steps", self.steps, "--env-id", self.env_id, "--seed", self.seed]
+        command = [str(part) for part in (*command, "--folder", self.folder)]
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(self.cache or empty)}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+
+
+def measure(*runs: Run) -> list[dict]:
+    """The result of each run. They go on in turn, one at a time: up to the end of the warm-up, then slice by slice."""
+    processes, results = {}, {}
     with tempfile.TemporaryDirectory() as empty:
-        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache) or empty}
-        process = subprocess.run([str(c) for c in command], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
-    if process.returncode:
-        sys.exit(f"error: {mode} of {script} failed with exit code {process.returncode}")
-    return json.loads(process.stdout.splitlines()[-1])
+        try:
+            while len(results) < len(runs):
+                for i, run in enumerate(runs):
+                    if i in results:
+                        continue
+                    if i not in processes:
+                        processes[i] = run.start(Path(empty, str(i)))
+                    else:
+                        print(file=processes[i].stdin, flush=True)
+                    line = None
+                    for line in processes[i].stdout:
+                        if line.strip() == HAND_OVER:
+                            break
+                    else:  # the end
+                        if processes[i].wait():
+                            code = processes[i].returncode
+                            sys.exit(f"error: {run.mode} of {run.script} failed with exit code {code}")
+                        results[i] = json.loads(line)
+                        if not results[i]["rates"]:
+                            sys.exit(f"error: {run.steps} steps of {run.script} are too few to be measured.")
+        finally:
+            for process in processes.values():  # those that wait end by themselves
+                process.stdin.close(), process.stdout.close(), process.wait()
+    return [results[i] for i in range(len(runs))]
 
 
-def interval(values: list[float]) -> list[float]:
-    """Median and its 95 % bootstrap interval: [median, low, high]."""
-    rng = np.random.default_rng(0)
-    medians = np.median(rng.choice(values, size=(10_000, len(values))), axis=1)
-    return [float(np.median(values)), *np.quantile(medians, [0.025, 0.975]).tolist()]
+def interval(turns: list[list[float]]) -> list[float]:
+    """Median and its 95 % bootstrap interval, [median, low, high], where turns and what is in them are drawn anew."""
+    rng, medians = np.random.default_rng(0), []
+    for _ in range(2_000):
+        drawn = [turns[i] for i in rng.integers(len(turns), size=len(turns))]
+        medians.append(np.median(np.concatenate([rng.choice(turn, len(turn)) for turn in drawn])))
+    return [float(np.median(np.concatenate(turns))), *np.quantile(medians, [0.025, 0.975]).tolist()]
+
+
+def ratios(results: list[dict], base: list[dict]) -> list[list[float]]:
+    """Of each turn, the ratios of neighbouring slices; a library may report once less."""
+    return [[a / b for a, b in zip(r["rates"], s["rates"])] for r, s in zip(results, base, strict=True)]
 
 
 def summarise(runs: dict[str, list[dict]]) -> list[dict]:
-    """One row a mode. The ratio is to the first mode (eager), taken turn by turn."""
+    """One row a mode. The ratio is to the first mode (eager), taken slice by slice."""
     base = next(iter(runs.values()))
     rows = []
     for mode, results in runs.items():
-        row = {"mode": mode, "sps": interval([r["SPS"] for r in results])}
-        row["ratio"] = interval([r["SPS"] / b["SPS"] for r, b in zip(results, base, strict=True)])
+        row = {"mode": mode, "sps": interval([r["rates"] for r in results])}
+        row["ratio"] = interval(ratios(results, base))
         for key in (
             "startup_seconds",
             "host_mb",
@@ -156,8 +201,9 @@ def main(args: Args):
         print(f"{script} on {env_id}: {', '.join(chosen)}; {args.pairs} turns of {args.steps or steps:,} steps each")
         runs = {mode: [] for mode in chosen}
         for turn in range(args.pairs):
-            for mode in chosen:
-                runs[mode].append(measure(script, mode, args.steps or steps, env_id, seed=turn + 1))
+            results = measure(*(Run(script, mode, args.steps or steps, env_id, turn + 1) for mode in chosen))
+            for mode, result in zip(chosen, results, strict=True):
+                runs[mode].append(result)
         rows = summarise(runs)
         report = {"script": script, "env_id": env_id, "steps": args.steps or steps, "machine": here, "modes": rows}
         path = args.out / f"{script}.json"

@@ -1,6 +1,9 @@
 """Measures one mode of one script, or one peer, in this process, and prints a line of JSON. compare.py runs it.
 
-python benchmark/measure.py ppo_continuous_action --mode compile --steps 40960 --env-id HalfCheetah-v4
+    python benchmark/measure.py ppo_continuous_action --mode compile --steps 40960 --env-id HalfCheetah-v4
+
+With --in-turns it prints HAND_OVER after the warm-up and after each 20th of its steps, and waits for a line on stdin,
+so that other runs can have the machine for as long as theirs takes. Its clock stands still meanwhile.
 """
 
 import importlib
@@ -17,9 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import tyro
 
+SLICES = 20  # of a run
+HAND_OVER = "your turn"
 LEARNING_STARTS = 1_000  # env steps of random actions, off-policy: short, since what counts comes after
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {  # mode -> which file, and its flags
@@ -57,6 +63,50 @@ class Args:
     env_id: str
     seed: int = 1
     folder: Path = ROOT / "leanrl"  # where the script is
+    in_turns: bool = False  # wait for stdin after each slice
+
+
+WAITED, MY_TURN = [0.0], threading.Event()  # seconds in which others had the machine
+MY_TURN.set()
+
+
+def clock() -> float:
+    """Seconds, but for those of others' turns."""
+    return time.perf_counter() - WAITED[0]
+
+
+def wait_for_turn():
+    """Lets others go on until a line comes; all ranks of a run wait for its first."""
+    start = time.perf_counter()
+    MY_TURN.clear()
+    if os.environ.get("RANK", "0") == "0":
+        print(HAND_OVER, flush=True)
+        if not sys.stdin.readline():
+            sys.exit("error: nobody is there to take turns with.")
+    if "RANK" in os.environ:
+        import torch
+
+        torch.distributed.barrier()
+    MY_TURN.set()
+    WAITED[0] += time.perf_counter() - start
+
+
+def slices(args: Args, warmup_reports: int) -> tuple[list[float], Callable[[int], None]]:
+    """A list of steps/s, a slice each, and what fills it: a function of the steps done, to be called at each report."""
+    rates, last, reports = [], [], [0]
+
+    def on_report(steps: int):
+        reports[0] += 1
+        if reports[0] < warmup_reports or last and last[1] * SLICES // args.steps == steps * SLICES // args.steps:
+            return
+        now = clock()
+        if last:
+            rates.append((steps - last[1]) / (now - last[0]))
+        last[:] = now, steps
+        if args.in_turns:
+            wait_for_turn()
+
+    return rates, on_report
 
 
 def modes(script: str) -> dict[str, tuple[str, list]]:
@@ -142,6 +192,15 @@ def run_script(args: Args) -> dict:
     import torch
 
     script, flags = load(args), modes(args.script)[args.mode][1]
+    script.time = SimpleNamespace(perf_counter=clock, time=time.time)
+    report, (rates, on_report) = script.report, slices(args, script.WARMUP_REPORTS)
+
+    def report_and_wait(*args):
+        metrics = report(*args)
+        on_report(metrics["global_step"])
+        return metrics
+
+    script.report = report_and_wait
     graphs = know_graphs(script) if hasattr(script, "CudaGraphModule") else []
     flags = [*flags, "--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
     flags += ["--learning-starts", LEARNING_STARTS] if hasattr(script.Args, "learning_starts") else []
@@ -149,7 +208,7 @@ def run_script(args: Args) -> dict:
         os.chdir(folder)
         metrics = script.train(tyro.cli(script.Args, args=[*map(str, flags), "--exp-name", args.mode]))
         os.chdir(ROOT)
-    result = {name: metrics[name] for name in ("SPS", "startup_seconds", "episodic_return")}
+    result = {name: metrics[name] for name in ("SPS", "startup_seconds", "episodic_return")} | {"rates": rates}
     learning_steps = max(args.steps - LEARNING_STARTS * hasattr(script.Args, "learning_starts"), 1)
     result["graph_share"] = graph_share(graphs, 1 / metrics["SPS"], learning_steps, torch.cuda.synchronize)
     return result
@@ -161,18 +220,20 @@ def run_peer(args: Args, warmup_reports: int = 3) -> dict:
 
     times, steps = [], []
     progress = tqdm(total=args.steps, unit="step", desc=args.mode, dynamic_ncols=True)
+    rates, end_of_slice = slices(args, warmup_reports + 1)  # the first report is the start
 
     def on_report(num_timesteps: int):
-        times.append(time.perf_counter())
+        times.append(clock())
         steps.append(num_timesteps)
         progress.update(num_timesteps - progress.n)
+        end_of_slice(num_timesteps)
 
     _, train = PEERS[args.script][args.mode]
     episodic_return = train(args, on_report)
     progress.close()
     sps = (steps[-1] - steps[warmup_reports]) / (times[-1] - times[warmup_reports])
     startup_seconds = times[warmup_reports] - times[0] - (steps[warmup_reports] - steps[0]) / sps
-    return {"SPS": sps, "startup_seconds": startup_seconds, "episodic_return": episodic_return}
+    return {"SPS": sps, "startup_seconds": startup_seconds, "episodic_return": episodic_return, "rates": rates}
 
 
 def time_pool_steps(env_id: str, num_envs: int = 8) -> list[float]:
@@ -259,7 +320,7 @@ def run_ranks(args: Args) -> dict | None:
     reports, report = [], script.report  # [(seconds, of them in communication)]
 
     def timed_report(*args):
-        reports.append((time.perf_counter(), spent[0]))
+        reports.append((clock(), spent[0]))
         return report(*args)
 
     script.report = timed_report
@@ -285,10 +346,11 @@ def graph_share(graphs: list, seconds_per_step: float, learning_steps: int, sync
 
 
 def sample_gpu(samples: list[float], stop: threading.Event):
-    """Appends the GPU's utilisation in percent twice a second until told to stop."""
+    """Appends the GPU's utilisation in percent twice a second until told to stop, but in others' turns."""
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", "0"]
     while not stop.wait(0.5):
-        samples.append(float(subprocess.run(query, capture_output=True, text=True, check=True).stdout))
+        if MY_TURN.is_set():
+            samples.append(float(subprocess.run(query, capture_output=True, text=True, check=True).stdout))
 
 
 def main(args: Args):

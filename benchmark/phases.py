@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import tyro
-from compare import SCRIPTS, machine, measure
+from compare import SCRIPTS, Run, machine, measure
 from measure import ROOT, modes
 
 PHASES = ("act", "learn", "step and store", "report")
@@ -61,7 +61,7 @@ def measure_phases(script: str, mode: str, steps: int, env_id: str, seed: int) -
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, file).write_text(timed((ROOT / "leanrl" / file).read_text()))
         os.environ["PHASES_OUT"] = str(Path(folder, "spent"))
-        result = measure(script, mode, steps, env_id, seed, Path(folder))
+        (result,) = measure(Run(script, mode, steps, env_id, seed, Path(folder)))
         spent = Counter(eval(Path(folder, "spent").read_text()))  # written by CLOCK above
     microseconds = 1e6 / result["SPS"]
     row = {"mode": mode, "microseconds": microseconds, "simulator": result["env_share"] * microseconds}

@@ -141,7 +141,11 @@ def best_block(folder: str = "cpu") -> str:
             continue
         ours = rows.get("compile+cudagraphs") or rows["compile"]  # named beforehand: the fastest of many would flatter
         times = {
-            mode: median(a["SPS"] / b["SPS"] for a, b in zip(ours["runs"], row["runs"], strict=True))
+            mode: median(
+                a / b
+                for own, other in zip(ours["runs"], row["runs"], strict=True)
+                for a, b in zip(own.get("rates", [own["SPS"]]), other.get("rates", [other["SPS"]]))
+            )
             for mode, row in rows.items()
         }
         peer = max((mode for mode in rows if not is_ours(mode)), key=lambda mode: rows[mode]["sps"][0], default=None)

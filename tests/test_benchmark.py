@@ -1,6 +1,5 @@
 """The benchmark measures what it says, and the documents show what it measured."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -30,48 +29,101 @@ def test_every_pair_is_measured_and_its_tricks_can_be_taken_out():
             compile(phases.timed((ROOT / "leanrl" / f"{script}{suffix}.py").read_text()), script, "exec")
 
 
-def test_ablation_is_blind_to_drift(monkeypatch, tmp_path):
-    """A machine that loses a tenth of its speed with every run: what a trick is worth comes out exactly."""
-    calls, caches = itertools.count(), []
+def test_ablation_pairs_slices_and_starts_cold_once(monkeypatch, tmp_path):
+    """A machine that loses a tenth of its speed from slice to slice: what a trick is worth comes out exactly."""
+    script, started = "td3_continuous_action", []
 
-    def slowing(script, mode, steps, env_id, seed, folder, cache):
-        source = (folder / f"{script}{measure.modes(script)[mode][0]}.py").read_text()
-        caches.append((mode, seed, cache))
-        worth = {"twin": 0.5, "eager": 1.0 if "fused=True" in source else 0.8}.get(mode, 1.0)
-        return {"SPS": worth * 0.9 ** next(calls), "startup_seconds": float(seed)}
+    def slowing(*runs):
+        results = []
+        for run in runs:
+            source = (run.folder / f"{script}{measure.modes(script)[run.mode][0]}.py").read_text()
+            worth = {"twin": 0.5, "eager": 1.0 if "fused=True" in source else 0.8}.get(run.mode, 1.0)
+            started.append((run.mode, run.seed, run.cache))
+            results.append({"rates": [worth * 0.9**k for k in range(9)], "startup_seconds": float(run.seed)})
+        return results
 
     monkeypatch.setattr(ablate, "measure", slowing)
-    script = "td3_continuous_action"
     ablate.ablate(script, ablate.Args(pairs=2, out=tmp_path))
     rows = {row["variant"]: row for row in json.loads((tmp_path / f"{script}.json").read_text())["variants"]}
-    assert rows.keys() == {"eager", "compile", *ablate.ABLATIONS[script]}
+    assert rows.keys() == set(ablate.ABLATIONS[script])
     worth = {"without perf[1]: no compilation": 0.5, "eager: Adam without fused=True": 0.8}
     for name, row in rows.items():
         assert row["ratio"] == pytest.approx([worth.get(name, 1)] * 3), name
-        assert row["startup_seconds"] == 1  # of the first turn, when the cache is empty
-    assert len({cache for _, _, cache in caches}) == len(rows)
+        assert row["startup_seconds"] == 1  # of the first turn
+    assert len(started) == 4 * len(rows) and len({cache for *_, cache in started}) == len(rows) + 2
 
 
 def test_interval_covers_the_median():
     rng, hits = np.random.default_rng(1), 0
-    for _ in range(100):
-        median, low, high = compare.interval(list(rng.normal(10, 1, size=15)))
+    for _ in range(60):
+        median, low, high = compare.interval(rng.normal(10, 1, size=(5, 20)).tolist())
         assert low <= median <= high
         hits += low <= 10 <= high
-    assert 85 <= hits <= 100
+    assert hits >= 50
+    _, low, high = compare.interval([[0.9] * 20, [1.1] * 20])  # a run is slow or fast as a whole
+    assert (low, high) == (0.9, 1.1)
 
 
-def test_summary_pairs_the_turns():
-    """A machine that halves its speed between the turns leaves the ratio as it is."""
+def test_summary_pairs_the_slices():
+    """A machine that halves its speed after a slice leaves the ratio as it is."""
     run = {"startup_seconds": 1.0, "host_mb": 100.0, "device_mb": None, "gpu_utilisation": None, "env_share": 0.1}
     runs = {
-        "eager": [run | {"SPS": 100.0}, run | {"SPS": 50.0}],
-        "compile": [run | {"SPS": 300.0}, run | {"SPS": 150.0}],
+        "eager": [run | {"rates": [100.0, 50.0]}, run | {"rates": [50.0, 50.0]}],
+        "compile": [run | {"rates": [300.0, 150.0]}, run | {"rates": [150.0]}],
     }
     eager, compiled = compare.summarise(runs)
     assert eager["ratio"] == [1, 1, 1] and compiled["ratio"] == [3, 3, 3]
-    assert compiled["sps"][0] == 225 and compiled["device_mb"] is None
+    assert compiled["sps"][0] == 150 and compiled["device_mb"] is None
     assert "3.00" in compare.text_table([eager, compiled])
+
+
+CHILD = """
+import json, sys
+for i in range({slices}):
+    print({name!r}, i, file=open("log", "a"))
+    print({hand_over!r}, flush=True)
+    if not sys.stdin.readline():
+        print({name!r}, "left", file=open("log", "a")), sys.exit(1)
+print(json.dumps({{"rates": [1.0] * {slices}}}) if {code} == 0 else "")
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize("code", (0, 3))
+def test_runs_go_on_one_at_a_time(monkeypatch, own_folder, code):
+    def start(run, empty):
+        source = CHILD.format(slices=run.steps, name=run.mode, hand_over=measure.HAND_OVER, code=run.seed)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, "-c", source], text=True, **pipes)
+
+    monkeypatch.setattr(compare.Run, "start", start)
+    runs = [compare.Run("x", name, steps, "e", seed) for name, steps, seed in (("a", 3, 0), ("b", 1, code))]
+    log = own_folder / "log"
+    if code == 0:
+        assert [result["rates"] for result in compare.measure(*runs)] == [[1.0] * 3, [1.0]]
+        assert log.read_text().split("\n")[:-1] == ["a 0", "b 0", "a 1", "a 2"]
+    else:
+        with pytest.raises(SystemExit, match="b of x failed with exit code 3"):
+            compare.measure(*runs)
+        assert log.read_text().split("\n")[:-1] == ["a 0", "b 0", "a 1", "a left"]  # nobody stays behind
+
+
+def test_the_clock_stands_still_in_others_turns(monkeypatch):
+    """100 steps a second, an hour for the others after each slice: 20 slices, of which the warm-up is not one."""
+    now = [0.0]
+
+    def line():
+        now[0] += 3600
+        return "\n"
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(measure, "WAITED", [0.0])
+    monkeypatch.setattr(measure.sys, "stdin", SimpleNamespace(readline=line))
+    rates, on_report = measure.slices(measure.Args("x", "eager", 4000, "e", in_turns=True), 3)
+    for steps in range(100, 4001, 100):
+        now[0] += 1
+        on_report(steps)
+    assert rates == pytest.approx([100] * 19) and now[0] == pytest.approx(40 + 20 * 3600)
 
 
 def test_the_share_of_the_graphs_counts_calls_of_updates_alone(monkeypatch):
@@ -125,7 +177,9 @@ def test_the_documents_show_the_results():
 
 def test_the_readme_shows_one_mode_and_not_the_luckiest(monkeypatch):
     speeds = {"eager": 100, "compile": 150, "compile+groups": 170, "compile+bf16": 300}
-    rows = [{"mode": mode, "sps": [sps] * 3, "runs": [{"SPS": sps}] * 3} for mode, sps in speeds.items()]
+    rows = [
+        {"mode": mode, "sps": [sps] * 3, "runs": [{"SPS": 1, "rates": [sps, sps]}] * 3} for mode, sps in speeds.items()
+    ]
     report = {"script": "ppo_atari_envpool", "env_id": "Breakout-v5", "modes": rows}
     monkeypatch.setattr(plot, "speed_reports", lambda folder: [report])
     assert "| 100 | **150** (1.50 x eager) | none |" in plot.best_block()
