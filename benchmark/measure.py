@@ -208,6 +208,8 @@ def run_script(args: Args) -> dict:
         os.chdir(folder)
         metrics = script.train(tyro.cli(script.Args, args=[*map(str, flags), "--exp-name", args.mode]))
         os.chdir(ROOT)
+    if not rates:
+        sys.exit(f"error: {args.steps} steps are too few to be measured.")
     result = {name: metrics[name] for name in ("SPS", "startup_seconds", "episodic_return")} | {"rates": rates}
     learning_steps = max(args.steps - LEARNING_STARTS * hasattr(script.Args, "learning_starts"), 1)
     result["graph_share"] = graph_share(graphs, 1 / metrics["SPS"], learning_steps, torch.cuda.synchronize)
@@ -325,7 +327,7 @@ def run_ranks(args: Args) -> dict | None:
 
     script.report = timed_report
     result = run_script(args)
-    (start, before), (end, after) = reports[script.WARMUP_REPORTS], reports[-1]
+    (start, before), (end, after) = reports[script.WARMUP_REPORTS - 1], reports[-1]
     # DDP communicates from within, while gradients are computed: what it takes cannot be told from here
     result["communication"] = (after - before) / (end - start) if "," in args.mode else None
     return result if os.environ["RANK"] == "0" else None

@@ -106,6 +106,12 @@ def speed_reports(folder: str) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))]
 
 
+def turns(row: dict) -> str:
+    """How often a mode was run; results from before there were slices say so."""
+    n = len(row["runs"])
+    return f"{n} turn{'s' if n > 1 else ''}{'' if 'rates' in row['runs'][0] else ' of whole runs'}"
+
+
 def speed_block(folder: str = "cpu") -> str:
     """Markdown: a table a script, of all modes and peers."""
     lines = []
@@ -113,7 +119,7 @@ def speed_block(folder: str = "cpu") -> str:
         where = report["machine"]
         lines += [
             f"`{report['script']}` on {report['env_id']}, {report['steps']:,} steps a run, "
-            f"{len(report['modes'][0]['runs'])} turns ({where['gpu'] or where['cpu']}, {where['cores']} cores, "
+            f"{turns(report['modes'][0])} ({where['gpu'] or where['cpu']}, {where['cores']} cores, "
             f"torch {where['torch']}, {where['date']}):",
             "",
             f"| mode | steps/s | 95 % interval | ratio to {report['modes'][0]['mode']} | start-up, cold | host memory "
@@ -195,16 +201,15 @@ def returns_block(only: str | None = None) -> str:
 
 def ablation_block() -> str:
     """Markdown: what each trick is worth, measured by taking it out, and what was tried and turned down."""
-    lines = ["| script | change | speed, relative to the script as it is | 95 % interval | start-up, cold |"]
-    lines.append("|---|---|---|---|---|")
+    lines = ["| script | change | speed, relative to the script as it is | 95 % interval | start-up, cold | measured |"]
+    lines.append("|---|---|---|---|---|---|")
     for report in speed_reports("ablation"):
         for row in report["variants"]:
             if row["variant"] not in ("eager", "compile"):
                 ratio, low, high = row["ratio"]
                 start = f"{max(row['startup_seconds'], 0):.0f} s"
-                lines.append(
-                    f"| {report['script']} | {row['variant']} | {ratio:.2f} | {low:.2f} - {high:.2f} | {start} |"
-                )
+                cells = (report["script"], row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", start, turns(row))
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
