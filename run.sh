@@ -61,9 +61,9 @@ case ${1:-} in
     ;;
   compare) exec python benchmark/compare.py "${@:2}" ;;
   sweep)
-    python benchmark/compare.py --pairs 5 --out benchmark/results/cpu
+    python benchmark/compare.py --out benchmark/results/cpu
     python benchmark/phases.py --out benchmark/results/phases
-    python benchmark/ablate.py --pairs 3 --out benchmark/results/ablation
+    python benchmark/ablate.py --out benchmark/results/ablation
     python benchmark/returns.py ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
     python benchmark/returns.py ppo_continuous_action --mode eager --seeds 1
     for script in td3_continuous_action sac_continuous_action; do

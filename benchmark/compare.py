@@ -39,6 +39,7 @@ class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(SCRIPTS)
     steps: int | None = None  # env steps of each run; default: the script's own
     pairs: int = 3  # runs of each mode
+    slices: int = 20  # parts of a run, in turn; 1 on a machine of one's own, to see what a GPU is used for long enough
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
     peers: bool = True  # measure the other libraries that are installed
     out: Path = Path("runs/compare")  # where the JSON and the picture go
@@ -80,12 +81,13 @@ class Run:
     seed: int
     folder: Path = ROOT / "leanrl"
     cache: Path | None = None  # of the compiler; default: empty, so that start-up is cold
+    slices: int = 20
 
     def start(self, empty: Path) -> subprocess.Popen:
         """The process; its progress bar passes through."""
         command = [sys.executable, "-W", "ignore", Path(__file__).parent / "measure.py", self.script, "--in-turns"]
         command += ["--mode", self.mode, "--steps", self.steps, "--env-id", self.env_id, "--seed", self.seed]
-        command = [str(part) for part in (*command, "--folder", self.folder)]
+        command = [str(part) for part in (*command, "--folder", self.folder, "--slices", self.slices)]
         env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(self.cache or empty)}
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
 
@@ -199,7 +201,8 @@ def main(args: Args):
         print(f"{script} on {env_id}: {', '.join(chosen)}; {args.pairs} turns of {args.steps or steps:,} steps each")
         runs = {mode: [] for mode in chosen}
         for turn in range(args.pairs):
-            results = measure(*(Run(script, mode, args.steps or steps, env_id, turn + 1) for mode in chosen))
+            about = {"steps": args.steps or steps, "env_id": env_id, "seed": turn + 1, "slices": args.slices}
+            results = measure(*(Run(script, mode, **about) for mode in chosen))
             for mode, result in zip(chosen, results, strict=True):
                 runs[mode].append(result)
         rows = summarise(runs)

@@ -28,7 +28,7 @@ check learning test_learning.py
 
 speed() { # speed SCRIPT STEPS [FLAGS OF compare.py]
   wanted "$1" || return 0
-  timeout 240 python3 benchmark/compare.py "$1" --steps "$2" --no-peers --pairs 1 --out "$out" "${@:3}" 2>"$out/progress.log" ||
+  timeout 240 python3 benchmark/compare.py "$1" --steps "$2" --no-peers --pairs 1 --slices 1 --out "$out" "${@:3}" 2>"$out/progress.log" ||
     { tail -c 2000 "$out/progress.log" && exit 1; }
 }
 # Off-policy, learning starts after 1,000 steps.

@@ -2,8 +2,8 @@
 
     python benchmark/measure.py ppo_continuous_action --mode compile --steps 40960 --env-id HalfCheetah-v4
 
-With --in-turns it prints HAND_OVER after the warm-up and after each 20th of its steps, and waits for a line on stdin,
-so that other runs can have the machine for as long as theirs takes. Its clock stands still meanwhile.
+With --in-turns it prints HAND_OVER after the warm-up and after each of its slices, and waits for a line on stdin, so
+that other runs can have the machine for as long as theirs takes. Its clock stands still meanwhile.
 """
 
 import importlib
@@ -24,7 +24,6 @@ from types import SimpleNamespace
 
 import tyro
 
-SLICES = 20  # of a run
 HAND_OVER = "your turn"
 LEARNING_STARTS = 1_000  # env steps of random actions, off-policy: short, since what counts comes after
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,11 +62,12 @@ class Args:
     env_id: str
     seed: int = 1
     folder: Path = ROOT / "leanrl"  # where the script is
+    slices: int = 20  # parts of a run, of equally many steps; each at least a report
     in_turns: bool = False  # wait for stdin after each slice
 
 
-WAITED, MY_TURN = [0.0], threading.Event()  # seconds in which others had the machine
-MY_TURN.set()
+WAITED = [0.0]  # seconds in which others had the machine
+MEASURING = threading.Event()  # set while a slice runs
 
 
 def clock() -> float:
@@ -78,7 +78,6 @@ def clock() -> float:
 def wait_for_turn():
     """Lets others go on until a line comes; all ranks of a run wait for its first."""
     start = time.perf_counter()
-    MY_TURN.clear()
     if os.environ.get("RANK", "0") == "0":
         print(HAND_OVER, flush=True)
         if not sys.stdin.readline():
@@ -87,7 +86,6 @@ def wait_for_turn():
         import torch
 
         torch.distributed.barrier()
-    MY_TURN.set()
     WAITED[0] += time.perf_counter() - start
 
 
@@ -97,14 +95,20 @@ def slices(args: Args, warmup_reports: int) -> tuple[list[float], Callable[[int]
 
     def on_report(steps: int):
         reports[0] += 1
-        if reports[0] < warmup_reports or last and last[1] * SLICES // args.steps == steps * SLICES // args.steps:
+        if (
+            reports[0] < warmup_reports
+            or last
+            and last[1] * args.slices // args.steps == steps * args.slices // args.steps
+        ):
             return
         now = clock()
         if last:
             rates.append((steps - last[1]) / (now - last[0]))
         last[:] = now, steps
+        MEASURING.clear()
         if args.in_turns:
             wait_for_turn()
+        MEASURING.set()
 
     return rates, on_report
 
@@ -208,6 +212,7 @@ def run_script(args: Args) -> dict:
         os.chdir(folder)
         metrics = script.train(tyro.cli(script.Args, args=[*map(str, flags), "--exp-name", args.mode]))
         os.chdir(ROOT)
+    MEASURING.clear()
     if not rates:
         sys.exit(f"error: {args.steps} steps are too few to be measured.")
     result = {name: metrics[name] for name in ("SPS", "startup_seconds", "episodic_return")} | {"rates": rates}
@@ -348,10 +353,10 @@ def graph_share(graphs: list, seconds_per_step: float, learning_steps: int, sync
 
 
 def sample_gpu(samples: list[float], stop: threading.Event):
-    """Appends the GPU's utilisation in percent twice a second until told to stop, but in others' turns."""
+    """Appends the GPU's utilisation in percent twice a second until told to stop, while a slice runs."""
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", "0"]
     while not stop.wait(0.5):
-        if MY_TURN.is_set():
+        if MEASURING.is_set():
             samples.append(float(subprocess.run(query, capture_output=True, text=True, check=True).stdout))
 
 
@@ -377,8 +382,7 @@ def main(args: Args):
     result["env_share"] = spent[0] / spent[1] * result["SPS"] / ranks  # of the steady rate's time, in the simulator
     result["host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     result["device_mb"] = torch.cuda.max_memory_reserved() / 2**20 if has_gpu else None
-    late = samples[len(samples) // 2 :]  # the second half: start-up is over
-    result["gpu_utilisation"] = sum(late) / len(late) if late else None
+    result["gpu_utilisation"] = sum(samples) / len(samples) if samples else None
     print(json.dumps(result))
 
 

@@ -113,6 +113,7 @@ def test_the_clock_stands_still_in_others_turns(monkeypatch):
     now = [0.0]
 
     def line():
+        assert not measure.MEASURING.is_set()
         now[0] += 3600
         return "\n"
 
@@ -123,6 +124,7 @@ def test_the_clock_stands_still_in_others_turns(monkeypatch):
     for steps in range(100, 4001, 100):
         now[0] += 1
         on_report(steps)
+        assert measure.MEASURING.is_set() == (steps >= 300)
     assert rates == pytest.approx([100] * 19) and now[0] == pytest.approx(40 + 20 * 3600)
 
 
