@@ -228,6 +228,7 @@ def report(losses: dict, last_returns: deque, marks: list, global_step: int, wri
     return metrics | {"global_step": global_step}
 
 
+@torch.compiler.set_stance("default")  # perf[13] guards are back when train ends, also by an error
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
     for name, value in vars(args).items():
@@ -351,7 +352,6 @@ def train(args: Args) -> dict[str, float]:
 
     ran = {"device": str(device), "compile": args.compile, "cudagraphs": args.cudagraphs and on_gpu}
     (run_dir / "summary.json").write_text(json.dumps({"ran": ran, "metrics": metrics, "args": asdict(args)}, indent=2))
-    torch.compiler.set_stance("default")
     [resource.close() for resource in (progress, writer, *envs)]
     return metrics
 

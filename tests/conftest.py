@@ -108,7 +108,7 @@ class ScriptedEnv(gym.Env):
         return np.array([self.index, self.episode, self.step_in_episode], np.float32)
 
     def step(self, action):
-        self.actions.append(np.array(action))
+        self.actions.append(action)  # kept as it is: whoever overwrites it is found out
         self.step_in_episode += 1
         ends = self.ENDS[self.index]
         length, terminates, truncates = ends[self.episode % len(ends)]

@@ -234,13 +234,34 @@ def test_targets_follow_the_networks_when_due_and_the_lesser_one_counts(monkeypa
 
 
 @pytest.mark.parametrize("name", SAC)
-@pytest.mark.parametrize(("logprob", "direction"), [(0.9, -1), (1.1, 1)])
+@pytest.mark.parametrize(("logprob", "direction"), [(1.9, -1), (2.1, 1)])
 def test_the_temperature_seeks_an_entropy_of_minus_the_actions_size(monkeypatch, name, logprob, direction):
-    """Pendulum acts in one dimension: log densities above 1 raise alpha, below 1 lower it, by Adam's rate a step."""
+    """BoundedEnv acts in two dimensions: log densities above 2 raise alpha, below 2 lower it, by Adam's rate a step."""
     constant_logprob(monkeypatch, load(name), logprob)
-    run = train(monkeypatch, name, **tiny(name) | {"total_timesteps": 1001}, q_lr=0.001)  # reports at 1000, 1001
+    problem = tiny(name) | {"env_id": "BoundedEnv-v0", "total_timesteps": 1001}  # reports at 1000, 1001
+    run = train(monkeypatch, name, **problem, q_lr=0.001)
     assert run.metrics["alpha"] == pytest.approx(np.exp(direction * 0.001 * 99), rel=0.02)
-    assert run.metrics["alpha_loss"] == pytest.approx(-run.metrics["alpha"] * (logprob - 1), rel=0.02)
+    assert run.metrics["alpha_loss"] == pytest.approx(-run.metrics["alpha"] * (logprob - 2), rel=0.02)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("values", [(1.0, 3.0), (3.0, 1.0)])
+def test_the_actor_climbs_the_first_value_or_the_lesser_one(monkeypatch, name, values):
+    """What TD3 minimises is minus the first critic's value; SAC, without entropy here, minus the lesser one."""
+    script, sac = load(name), "sac" in name
+    rates = {"q_lr": 0.0, "policy_lr": 0.0, "autotune": False, "alpha": 0.0} if sac else {"learning_rate": 0.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "Critic", one_number(script.Critic, values))
+        run = train(patch, name, **tiny(name) | rates)
+    assert run.metrics["actor_loss"] == pytest.approx(-min(values) if sac else -values[0])
+
+
+@pytest.mark.parametrize("name", [name for name in OFF_POLICY if "dqn" in name])
+def test_steps_of_several_envs_never_jump_over_a_step_of_the_target(monkeypatch, name):
+    """Three envs are at 951 and 1002 steps, not at 950 or 1000, when the target is due: its rate makes a difference."""
+    problem = tiny(name) | {"num_envs": 3, "train_frequency": 3, "learning_starts": 905}
+    a, b = (train(monkeypatch, name, **problem, tau=tau).parameters for tau in (1e-9, 1.0))
+    assert not all(torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
@@ -315,7 +336,11 @@ def test_targets_and_losses_by_hand():
     assert script.td_loss(q, target, weight).tolist() == [2.5, 0.0]  # (1 + 4) / 2
 
 
-@pytest.mark.parametrize("mode", [("dqn", {}), ("dqn_torchcompile", {}), ("dqn_torchcompile", {"compile": True})])
+DQN_MODES = [("dqn", {}), ("dqn_torchcompile", {}), ("dqn_torchcompile", {"compile": True})]
+DQN_MODES += [("dqn", {"num_envs": 2}), ("dqn_torchcompile", {"num_envs": 2})]
+
+
+@pytest.mark.parametrize("mode", DQN_MODES)
 def test_epsilon_follows_the_step_in_every_mode(monkeypatch, mode):
     """From 1 at step 0 to 0.05 at half of the steps and on; and exploring means random actions."""
     name, flags = mode
@@ -326,9 +351,10 @@ def test_epsilon_follows_the_step_in_every_mode(monkeypatch, mode):
     with monkeypatch.context() as patch:
         patch.setattr(script, "linear_schedule", lambda *args: used.append((args[-1], original(*args))) or used[-1][1])
         run = train(patch, name, **tiny(name), **flags)
-    steps, epsilons = (np.concatenate(arrays)[:1024, 0] for arrays in zip(*used, strict=True))
-    assert steps.tolist() == list(range(1024))
-    assert epsilons.tolist() == [original(1.0, 0.05, 512, step) for step in range(1024)]
+    expected = range(0, 1024, flags.get("num_envs", 1))
+    steps, epsilons = (np.concatenate(arrays)[: len(expected), 0] for arrays in zip(*used, strict=True))
+    assert steps.tolist() == list(expected)
+    assert epsilons.tolist() == [original(1.0, 0.05, 512, step) for step in expected]
     recorded = [(e.step, e.value) for e in EventAccumulator(str(run.run_dir)).Reload().Scalars("charts/epsilon")]
     assert recorded == [(1000, pytest.approx(0.05)), (1024, pytest.approx(0.05))]
     for epsilon in (0.0, 1.0):

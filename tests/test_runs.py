@@ -266,7 +266,7 @@ def test_nothing_grows_with_time(name, own_folder):
         "print(memory[1500], memory[4500])\n"
     )
     args = tiny(name) | {"total_timesteps": 4500, "batch_size": 8, "device": "cpu"}
-    args |= {"target_network_frequency": 10} if "dqn" in name else {}
+    args |= {"target_network_frequency": 10, "train_frequency": 1} if "dqn" in name else {}
     args |= {"compile": True} if "torchcompile" in name else {}
     process = command(
         "-c", code.format(name=name, args=args), cwd=own_folder, env=os.environ | {"PYTHONPATH": str(ROOT / "leanrl")}

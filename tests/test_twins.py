@@ -91,3 +91,26 @@ def test_cudagraphs_without_a_gpu_warns_in_one_line_and_goes_on(monkeypatch, cap
     lines = [line for line in capsys.readouterr().err.splitlines() if "cudagraphs" in line]
     assert lines == ["warning: --cudagraphs needs a GPU; going on without."]
     assert '"cudagraphs": false' in (run.run_dir / "summary.json").read_text()
+
+
+@pytest.mark.parametrize("twin", [twin for _, twin in TWINS])
+def test_guards_are_back_after_a_run_that_was_broken_off(monkeypatch, twin):
+    """Without them, what was compiled for one number would go on computing with it."""
+    script, reports = load(twin), []
+    times = torch.compile(lambda x, k: x * k, backend="eager", dynamic=False)
+    assert times(torch.ones(()), 2) == 2
+    report = script.report
+
+    def broken(*args):
+        reports.append(torch._dynamo.eval_frame._stance.skip_guard_eval_unsafe)
+        if len(reports) == 2:
+            raise KeyboardInterrupt
+        return report(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "report", broken)
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        with pytest.raises(KeyboardInterrupt):
+            train(patch, twin, **tiny(twin) | {"total_timesteps": 2048}, compile=True)
+    assert reports == [False, True]
+    assert times(torch.ones(()), 3) == 3
