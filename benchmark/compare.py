@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
@@ -89,34 +90,41 @@ class Run:
         command += ["--mode", self.mode, "--steps", self.steps, "--env-id", self.env_id, "--seed", self.seed]
         command = [str(part) for part in (*command, "--folder", self.folder, "--slices", self.slices)]
         env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(self.cache or empty)}
+        env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of a GPU that others use as well
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
 
 
 def measure(*runs: Run) -> list[dict]:
-    """The result of each run. They go on in turn, one at a time: up to the end of the warm-up, then slice by slice."""
-    processes, results = {}, {}
+    """The result of each run. They go on in turn, one at a time: up to the end of the warm-up, then slice by slice.
+
+    Every other round goes backwards, so that what comes last is not always compared with something older.
+    """
+    processes, results, order = {}, {}, list(enumerate(runs))
     with tempfile.TemporaryDirectory() as empty:
         try:
             while len(results) < len(runs):
-                for i, run in enumerate(runs):
+                for i, run in order:
                     if i in results:
                         continue
                     if i not in processes:
                         processes[i] = run.start(Path(empty, str(i)))
                     else:
-                        print(file=processes[i].stdin, flush=True)
-                    line = None
+                        with suppress(BrokenPipeError):  # it was killed while it waited
+                            print(file=processes[i].stdin, flush=True)
                     for line in processes[i].stdout:
-                        if line.strip() == HAND_OVER:
+                        if line.endswith(f"{HAND_OVER}\n"):
                             break
                     else:  # the end
                         if processes[i].wait():
                             code = processes[i].returncode
                             sys.exit(f"error: {run.mode} of {run.script} failed with exit code {code}")
                         results[i] = json.loads(line)
+                order.reverse()
         finally:
             for process in processes.values():  # those that wait end by themselves
-                process.stdin.close(), process.stdout.close(), process.wait()
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
+                process.stdout.close(), process.wait()
     return [results[i] for i in range(len(runs))]
 
 

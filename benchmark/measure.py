@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,7 @@ class Args:
 
 
 WAITED = [0.0]  # seconds in which others had the machine
+RANKS_WAIT = []  # the group of ranks that wait together
 MEASURING = threading.Event()  # set while a slice runs
 
 
@@ -83,9 +85,11 @@ def wait_for_turn():
         if not sys.stdin.readline():
             sys.exit("error: nobody is there to take turns with.")
     if "RANK" in os.environ:
-        import torch
+        import torch.distributed as dist
 
-        torch.distributed.barrier()
+        if not RANKS_WAIT:
+            RANKS_WAIT.append(dist.new_group(backend="gloo", timeout=timedelta(hours=2)))
+        dist.barrier(RANKS_WAIT[0])  # not NCCL's, which would keep a GPU busy
     WAITED[0] += time.perf_counter() - start
 
 
@@ -383,7 +387,7 @@ def main(args: Args):
     result["host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     result["device_mb"] = torch.cuda.max_memory_reserved() / 2**20 if has_gpu else None
     result["gpu_utilisation"] = sum(samples) / len(samples) if samples else None
-    print(json.dumps(result))
+    print(f"\n{json.dumps(result)}")
 
 
 if __name__ == "__main__":

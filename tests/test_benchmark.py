@@ -78,12 +78,16 @@ def test_summary_pairs_the_slices():
 
 
 CHILD = """
-import json, sys
+import json, os, sys
 for i in range({slices}):
     print({name!r}, i, file=open("log", "a"))
+    print("no newline ...", end="")
     print({hand_over!r}, flush=True)
+    if {name!r} == "killed":
+        os.kill(os.getpid(), 9)
     if not sys.stdin.readline():
         print({name!r}, "left", file=open("log", "a")), sys.exit(1)
+print()
 print(json.dumps({{"rates": [1.0] * {slices}}}) if {code} == 0 else "")
 sys.exit({code})
 """
@@ -102,10 +106,12 @@ def test_runs_go_on_one_at_a_time(monkeypatch, own_folder, code):
     if code == 0:
         assert [result["rates"] for result in compare.measure(*runs)] == [[1.0] * 3, [1.0]]
         assert log.read_text().split("\n")[:-1] == ["a 0", "b 0", "a 1", "a 2"]
+        with pytest.raises(SystemExit, match="killed of x failed with exit code -9"):
+            compare.measure(*runs, compare.Run("x", "killed", 3, "e", 0))
     else:
         with pytest.raises(SystemExit, match="b of x failed with exit code 3"):
             compare.measure(*runs)
-        assert log.read_text().split("\n")[:-1] == ["a 0", "b 0", "a 1", "a left"]  # nobody stays behind
+        assert log.read_text().split("\n")[:-1] == ["a 0", "b 0", "a left"]  # nobody stays behind
 
 
 def test_the_clock_stands_still_in_others_turns(monkeypatch):
