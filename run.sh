@@ -70,6 +70,7 @@ case ${1:-} in
       python benchmark/returns.py $script --total-timesteps 200000
       python benchmark/returns.py $script --total-timesteps 200000 --mode eager --seeds 1
     done
+    python benchmark/returns.py td3_continuous_action --total-timesteps 200000 --mode eager --seeds 2
     for mode in eager compile+bf16; do
       python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 500000 --mode $mode --seeds 1
     done

@@ -5,7 +5,7 @@
 
 Each run appends one row to results/returns.csv (the mean return of its last 100 training episodes) and its curve, in
 100 bins, to results/curves/SCRIPT__ENV__MODE.csv. A run that is recorded already is not repeated: an interrupted
-sweep goes on where it stopped.
+sweep goes on where it stopped. To repeat it, take out its row and its part of the curve.
 """
 
 import csv
@@ -94,11 +94,14 @@ def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
 def main(args: Args):
     if args.mode not in modes(args.script):
         sys.exit(f"error: no mode {args.mode} of {args.script}; there are: {', '.join(modes(args.script))}")
-    done = {(r["script"], r["env_id"], r["mode"], r["seed"], r["steps"]) for r in read_csv(RESULTS / "returns.csv")}
+    done = {
+        (r["script"], r["env_id"], r["mode"], r["seed"], r["steps"]): r["commit"]
+        for r in read_csv(RESULTS / "returns.csv")
+    }
     for env_id in args.env_ids:
         for seed in args.seeds:
-            if (args.script, env_id, args.mode, str(seed), str(args.total_timesteps)) in done:
-                print(f"recorded already: {args.script} {env_id} {args.mode} seed {seed}")
+            if commit := done.get((args.script, env_id, args.mode, str(seed), str(args.total_timesteps))):
+                print(f"recorded already: {args.script} {env_id} {args.mode} seed {seed}, at commit {commit}")
             elif not args.table:
                 run(args.script, env_id, seed, args.mode, args.total_timesteps)
     print(returns_block())

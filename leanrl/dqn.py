@@ -240,7 +240,7 @@ def train(args: Args) -> dict[str, float]:
             return q_network(torch.as_tensor(obs, device=device)).argmax(-1).cpu().numpy() + actions.start
 
     def learn(newest: int) -> dict[str, Tensor]:
-        """A step of the network towards the target (eq. 2) on a new batch."""
+        """A step of the network towards the target (arXiv:1312.5602, eq. 2) on a new batch."""
         batch = sample(ring, newest, min(newest, len(ring) - 1), B, obs_dim)
         with torch.no_grad():
             target = td_target(batch, target_network(batch["next_obs"]).amax(-1), args.gamma)

@@ -280,7 +280,7 @@ def train(args: Args) -> dict[str, float]:
         newest.add_(K)
 
     def learn(new_rows: Tensor) -> dict[str, Tensor]:
-        """A step of the network towards the target (eq. 2) on a new batch."""
+        """A step of the network towards the target (arXiv:1312.5602, eq. 2) on a new batch."""
         insert(new_rows)
         batch = sample(ring, newest, newest.clamp(max=len(ring) - 1), B, obs_dim)
         next_q = functional_call(q_network, unflatten(target_flat, shapes), batch["next_obs"])

@@ -347,7 +347,7 @@ def train(args: Args) -> dict[str, float]:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
 
     progress = tqdm(total=total_steps * N, unit="step", desc=args.exp_name, dynamic_ncols=True)
-    acted = torch.cuda.Event() if on_gpu else None
+    acted = torch.cuda.Event() if on_gpu else None  # perf[6]
     last_returns, losses, marks, global_step, updates = deque(maxlen=100), {}, [], 0, 0
     for step in range(total_steps):
         # act
@@ -366,7 +366,7 @@ def train(args: Args) -> dict[str, float]:
             acted.synchronize()  # the one sync of a step
 
         # step and store
-        env_action = host_action.numpy().copy()  # an env may keep it
+        env_action = host_action.numpy().copy()  # perf[7] a copy: an env may keep it
         row_action[:], valid[:] = env_action, 1 - np.maximum(terminated, truncated)
         global_step += N
         for episode in step_envs(envs, env_action.reshape(N, *actions.shape), obs, reward, terminated, truncated):
