@@ -87,8 +87,8 @@ def make_env(env_id: str, actions: type[gym.Space]) -> gym.Env:
         near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
         fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
     flat = env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
-    vectors = flat.observation_space.shape and env.observation_space.dtype != np.uint8  # no sequences, no images
-    if not vectors or not isinstance(env.action_space, actions):
+    image = len(env.observation_space.shape or ()) + (env.observation_space.dtype == np.uint8) > 2
+    if image or not flat.observation_space.shape or not isinstance(env.action_space, actions):  # sequence: no shape
         fail(f"{env_id} maps {env.observation_space} to {env.action_space}; needed: vectors to a {actions.__name__}.")
     return gym.wrappers.RecordEpisodeStatistics(flat)
 

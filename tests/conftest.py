@@ -169,6 +169,18 @@ class ImageEnv(DictEnv):
     observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
 
 
+class FloatImageEnv(DictEnv):
+    """Observes an image of numbers from 0 to 1."""
+
+    observation_space = gym.spaces.Box(0, 1, (8, 8, 3))
+
+
+class RamEnv(DictEnv):
+    """Observes a vector of bytes."""
+
+    observation_space = gym.spaces.Box(0, 255, (8,), np.uint8)
+
+
 class SequenceEnv(DictEnv):
     """Observes a sequence of varying length."""
 
@@ -296,6 +308,8 @@ ENVS = (
     DictEnv,
     DiscreteDictEnv,
     ImageEnv,
+    FloatImageEnv,
+    RamEnv,
     SequenceEnv,
     StuckEnv,
     DoubleEnv,

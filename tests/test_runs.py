@@ -90,6 +90,11 @@ def test_dict_observations_and_matrix_actions(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", GYM)
+def test_a_vector_of_bytes_is_no_image(name):
+    assert load(name).make_env("RamEnv-v0", gym.spaces.Box).observation_space.shape == (8,)
+
+
+@pytest.mark.parametrize("name", GYM)
 def test_ids_of_a_users_own_package(monkeypatch, name, own_folder):
     env = "CartPoleEnv" if "dqn" in name else "PendulumEnv"
     (own_folder / "my_package.py").write_text(
@@ -116,6 +121,7 @@ BAD = {  # for every script: flags, and a word of the sentence that refuses them
 BAD_GYM = {
     "unknown env": ({"env_id": "HalfCheeta-v4"}, "HalfCheetah-v4"),
     "image observations": ({"env_id": "ImageEnv-v0"}, "uint8"),
+    "an image of floats": ({"env_id": "FloatImageEnv-v0"}, "(8, 8, 3)"),
     "a sequence as observation": ({"env_id": "SequenceEnv-v0"}, "Sequence"),
 }
 BAD_ATARI = {
