@@ -2,9 +2,9 @@
 
     python benchmark/compare.py ppo_continuous_action --pairs 5
 
-Each run is a fresh process (measure.py), and the runs of all modes take turns slice by slice, A B C, A B C, ..., one
-after the other, so that a machine whose speed drifts within seconds slows all of them alike. A ratio is that of two
-neighbouring slices. All of it is repeated --pairs times. Prints a table; writes OUT/SCRIPT.json and .png.
+Each run is a fresh process (measure.py), and the runs of all modes take turns slice by slice, there and back, one at a
+time, so that a machine whose speed drifts slows all of them alike. A ratio is that of two slices of a round. All of it
+is repeated --pairs times. Prints a table; writes OUT/SCRIPT.json and .png.
 """
 
 import importlib.util
@@ -138,7 +138,7 @@ def interval(turns: list[list[float]]) -> list[float]:
 
 
 def ratios(results: list[dict], base: list[dict]) -> list[list[float]]:
-    """Of each turn, the ratios of neighbouring slices; a library may report once less."""
+    """Of each turn, the ratios of slices of a round; a library may report once less."""
     return [[a / b for a, b in zip(r["rates"], s["rates"])] for r, s in zip(results, base, strict=True)]
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,13 +68,20 @@ class Args:
 
 
 WAITED = [0.0]  # seconds in which others had the machine
-RANKS_WAIT = []  # the group of ranks that wait together
 MEASURING = threading.Event()  # set while a slice runs
 
 
 def clock() -> float:
     """Seconds, but for those of others' turns."""
     return time.perf_counter() - WAITED[0]
+
+
+@cache
+def ranks_that_wait():
+    """All ranks, as a group that waits on the host: NCCL's would keep the GPUs busy."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo", timeout=timedelta(hours=2))
 
 
 def wait_for_turn():
@@ -87,9 +94,7 @@ def wait_for_turn():
     if "RANK" in os.environ:
         import torch.distributed as dist
 
-        if not RANKS_WAIT:
-            RANKS_WAIT.append(dist.new_group(backend="gloo", timeout=timedelta(hours=2)))
-        dist.barrier(RANKS_WAIT[0])  # not NCCL's, which would keep a GPU busy
+        dist.barrier(ranks_that_wait())
     WAITED[0] += time.perf_counter() - start
 
 
