@@ -207,6 +207,9 @@ def main(args: Args):
             sys.exit(f"error: no mode {', '.join(unknown)} here; there are: {', '.join(ours + peers)}")
         chosen = [m for m in ours + (peers if args.peers else []) if not args.modes or m in args.modes]
         print(f"{script} on {env_id}: {', '.join(chosen)}; {args.pairs} turns of {args.steps or steps:,} steps each")
+        print(
+            "They go on in turn, so the rates that their progress bars show include waiting for each other.", flush=True
+        )
         runs = {mode: [] for mode in chosen}
         for turn in range(args.pairs):
             about = {"steps": args.steps or steps, "env_id": env_id, "seed": turn + 1, "slices": args.slices}
