@@ -21,9 +21,9 @@ from compare import SCRIPTS, Run, interval, machine, measure, ratios
 from measure import ROOT, modes
 
 Edits = tuple[tuple[str, str], ...]
-UPDATE = "torch.compile(ppo_update, fullgraph=True)"
 SKIP = "torch.compiler.set_stance(skip_guard_eval_unsafe=True)"
-OPTIONS = 'options = {"fallback_random": True}'  # in the off-policy twins
+WRAPPER, GENERATOR = '"cpp_wrapper": device.type == "cpu"', '"fallback_random": True'
+AUTOTUNE = ((WRAPPER, f'{WRAPPER}, "max_autotune": True'),)
 POWERS = (
     "    power, power_sq = (step * math.log(0.9)).exp(), (step * math.log(0.999)).exp()",
     "    power, power_sq = 0.9**step, 0.999**step",
@@ -110,14 +110,8 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
                 ),
             ),
         ),
-        "tried: inductor's C++ wrapper": (
-            "compile",
-            ((UPDATE, UPDATE.replace(")", ', options={"cpp_wrapper": True})')),),
-        ),
-        "tried: max-autotune": (
-            "compile",
-            ((UPDATE, UPDATE.replace(")", ', mode="max-autotune-no-cudagraphs")')),),
-        ),
+        "without perf[17]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
+        "tried: max-autotune": ("compile", AUTOTUNE),
         "eager: Adam without fused=True": ("eager", ((", fused=True", ""),)),
         "eager: as many threads as cores": ("eager", (("    torch.set_num_threads(1)", "    _ = (1)"),)),
         "eager: SyncVectorEnv": (
@@ -170,6 +164,7 @@ for algorithm in ("td3", "sac"):
             ),
         ),
         "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
+        "without perf[17]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
         "with the policy step not compiled": (
             "compile",
             (
@@ -181,8 +176,8 @@ for algorithm in ("td3", "sac"):
         ),
         "with one thread": ("compile", ((SET_UP, "    torch.set_num_threads(1)\n" + SET_UP),)),
         "with Adam's powers written with **, inlined into its loop": ("compile", (POWERS,)),
-        "with the compiler's own random numbers": ("compile", ((OPTIONS, "options = {}"),)),
-        "tried: max-autotune": ("compile", ((OPTIONS, OPTIONS.replace("}", ', "max_autotune": True}')),)),
+        "with the compiler's own random numbers": ("compile", ((GENERATOR, '"fallback_random": False'),)),
+        "tried: max-autotune": ("compile", AUTOTUNE),
         "eager: Adam without fused=True": ("eager", FUSED[algorithm]),
         "eager: gradients of the critics' weights in the actor's loss": (
             "eager",
@@ -217,10 +212,8 @@ ABLATIONS["dqn"] = {
         ),
     ),
     "with as many threads as cores": ("compile", ((THREADS, "    _ = (1)"),)),
-    "tried: inductor's C++ wrapper": (
-        "compile",
-        ((OPTIONS, OPTIONS.replace("}", ', "cpp_wrapper": True}')),),
-    ),
+    "without perf[17]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
+    "tried: max-autotune": ("compile", AUTOTUNE),
     "eager: denormal numbers": ("eager", (("torch.set_flush_denormal(True)", "torch.set_flush_denormal(False)"),)),
     "eager: the network asked in exploring steps too": (
         "eager",
