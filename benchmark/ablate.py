@@ -221,9 +221,21 @@ ABLATIONS["dqn"] = {
     ),
     "eager: as many threads as cores": ("eager", ((THREADS, "    _ = (1)"),)),
 }
-BOTH = "(torch.compile(f, fullgraph=True) for f in (policy, update))"
+COMPILED = "policy, update = (torch"
 PARAMS = "    params = dict(agent.named_parameters())\n"
 AUTOCAST, FIRST, BLOCKS = "        with torch.autocast(", '"trunk.0.weight"', "nn.functional.pixel_unshuffle"
+SECOND = '"trunk.2.weight"'
+HALVE = """
+    def halve(x: Tensor) -> Tensor:
+        B, C, H, W = x.shape
+        x = x.reshape(B, C, H // 2, 2, W // 2, 2).permute(0, 3, 5, 1, 2, 4).reshape(B, 4 * C, H // 2, W // 2)
+        return x.contiguous(memory_format=torch.channels_last)
+
+    class Halve(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return halve(x.relu())
+
+"""
 KEEP = "    import ctypes; libc = ctypes.CDLL(None); libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)\n"
 ABLATIONS["ppo_atari_envpool"] = {
     "without perf[1]: no compilation": ("twin", ()),
@@ -240,8 +252,9 @@ ABLATIONS["ppo_atari_envpool"] = {
     "without perf[15]: freed memory goes back to the system": ("compile", (('"mallopt")', '"no such")'),)),
     "without perf[16]: idle threads spin": ("compile", (('"OMP_WAIT_POLICY"', '"NO_SUCH"'),)),
     "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
-    "with the policy step not compiled": ("compile", ((BOTH, "(policy, torch.compile(update, fullgraph=True))"),)),
-    "tried: max-autotune": ("compile", ((BOTH, BOTH.replace("=True", '=True, options={"max_autotune": True}')),)),
+    "with the policy step not compiled": ("compile", ((COMPILED, COMPILED.replace("policy", "_")),)),
+    "without perf[17]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
+    "tried: max-autotune": ("compile", AUTOTUNE),
     "tried: a first convolution of 2 x 2 blocks, 16 pixels each": (
         "compile",
         (
@@ -250,6 +263,13 @@ ABLATIONS["ppo_atari_envpool"] = {
             (AUTOCAST, f"        params = params | {{{FIRST}: {BLOCKS}(params[{FIRST}], 4)}}\n{AUTOCAST}"),
             ("copy_(obs[rows], non", f"copy_({BLOCKS}(obs[rows], 4), non"),
             ("last_obs = obs.to(", f"last_obs = {BLOCKS}(obs, 4).to("),
+        ),
+    ),
+    "tried: a second convolution of 2 x 2 blocks, 128 channels each": (
+        "compile",
+        (
+            (PARAMS, f"{HALVE}{PARAMS}    agent.trunk[2].stride = 1, 1\n    agent.trunk[1] = Halve()\n"),
+            (AUTOCAST, f"        params = params | {{{SECOND}: halve(params[{SECOND}])}}\n{AUTOCAST}"),
         ),
     ),
     "eager: freed memory is kept, as by perf[15]": (
