@@ -143,12 +143,18 @@ def ratios(results: list[dict], base: list[dict]) -> list[list[float]]:
 
 
 def summarise(runs: dict[str, list[dict]]) -> list[dict]:
-    """One row a mode. The ratio is to the first mode (eager), taken slice by slice."""
+    """One row a mode. The ratio is to the first mode (eager), taken slice by slice.
+
+    The efficiency of ranks is their speed over as many times that of one rank with the same flags, or else with none.
+    """
     base = next(iter(runs.values()))
     rows = []
     for mode, results in runs.items():
         row = {"mode": mode, "sps": interval([r["rates"] for r in results])}
         row["ratio"] = interval(ratios(results, base))
+        ranks, _, flags = mode.partition(",")
+        alone = runs.get(f"1 rank,{flags}") or runs.get("1 rank") if mode in RANKS else None
+        row["efficiency"] = interval(ratios(results, alone))[0] / int(ranks[0]) if alone else None
         for key in (
             "startup_seconds",
             "host_mb",
@@ -168,7 +174,7 @@ def text_table(rows: list[dict]) -> str:
     header = ["mode", "steps/s", "95 % interval", f"x {rows[0]['mode']}", "start-up s", "host MB", "GPU MB", "GPU %"]
     # the rate, as a part of the bare simulator's and of replaying the update's graphs alone; time in reductions; ranks
     header += ["of env %", "of graph %", "comm %", "efficiency %"]
-    cells = [header]
+    cells, shares = [header], ("graph_share", "communication", "efficiency")
     for row in rows:
         (sps, low, high), none = row["sps"], "-"
         cells.append([
@@ -177,8 +183,7 @@ def text_table(rows: list[dict]) -> str:
             none if row["device_mb"] is None else f"{row['device_mb']:,.0f}",
             none if row["gpu_utilisation"] is None else f"{row['gpu_utilisation']:.0f}",
             f"{100 * row['env_share']:.0f}",
-            *(none if row[share] is None else f"{100 * row[share]:.0f}" for share in ("graph_share", "communication")),
-            f"{100 * row['ratio'][0] / int(row['mode'][0]):.0f}" if row["mode"] in RANKS else none,
+            *(none if row[share] is None else f"{100 * row[share]:.0f}" for share in shares),
         ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [

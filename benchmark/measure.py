@@ -307,24 +307,39 @@ def know_graphs(script) -> list:
     return graphs
 
 
-def time_communication(dist, synchronize: Callable) -> list[float]:
-    """Makes what ranks do together add to the list the seconds that it takes, waiting for slower ranks included."""
-    spent = [0.0]
+def time_communication(dist, cuda) -> Callable[[], float]:
+    """Times what ranks do together, waiting for slower ranks included; returns what tells the seconds so far.
+
+    On a GPU by events in its stream: waiting on the host would make the run slower than it is.
+    """
+    spans, spent = [], [0.0]
+
+    def now():
+        if not cuda.is_available():
+            return time.perf_counter()
+        event = cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def timed(function: Callable):
         def call(*args, **kwargs):
-            synchronize()
-            start = time.perf_counter()
+            start = now()
             result = function(*args, **kwargs)
-            synchronize()
-            spent[0] += time.perf_counter() - start
+            spans.append((start, now()))
             return result
 
         return call
 
-    for name in ("all_reduce", "all_gather", "all_gather_object"):
+    def seconds() -> float:
+        if cuda.is_available():
+            cuda.synchronize()
+        spent[0] += sum(b - a if isinstance(a, float) else a.elapsed_time(b) / 1000 for a, b in spans)
+        spans.clear()
+        return spent[0]
+
+    for name in ("all_reduce", "all_gather_object"):
         setattr(dist, name, timed(getattr(dist, name)))
-    return spent
+    return seconds
 
 
 def run_ranks(args: Args) -> dict | None:
@@ -332,11 +347,11 @@ def run_ranks(args: Args) -> dict | None:
     import torch
 
     script = load(args)
-    spent = time_communication(torch.distributed, torch.cuda.synchronize if torch.cuda.is_available() else lambda: None)
+    seconds = time_communication(torch.distributed, torch.cuda)
     reports, report = [], script.report  # [(seconds, of them in communication)]
 
     def timed_report(*args):
-        reports.append((clock(), spent[0]))
+        reports.append((clock(), seconds()))
         return report(*args)
 
     script.report = timed_report

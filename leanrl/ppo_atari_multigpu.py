@@ -14,6 +14,7 @@ Departures from CleanRL's script of this name:
 4. Advantages are normalised, and rows counted, over the minibatches of all ranks: as one process would on all of it.
 """
 
+import atexit
 import difflib
 import json
 import math
@@ -182,39 +183,41 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
     return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, losses
 
 
-def start_rank(args: Args, rank: int) -> tuple[torch.device, Path | None, SummaryWriter | SimpleNamespace]:
+def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter | SimpleNamespace]:
     """Joins the ranks, as torchrun's environment says; rank 0 alone makes the run folder and logs."""
     local_rank, on_gpu = int(os.environ["LOCAL_RANK"]), args.cuda and torch.cuda.is_available()  # rank on this node
     if args.backend == "nccl" and not on_gpu:
         fail("--backend nccl needs GPUs; leave it out, or say gloo.")
-    if on_gpu and local_rank >= torch.cuda.device_count():
-        fail(f"no GPU is left for local rank {local_rank}; there are {torch.cuda.device_count()} on this node.")
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    writer = SimpleNamespace(**dict.fromkeys(("add_scalar", "add_text", "close"), lambda *_: None))
+    run_dir = Path("runs", re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"))
+    try:
+        torch.cuda.set_device(device) if on_gpu else None
+        if rank == 0:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if args.track:
+                import wandb  # only here: nobody else needs it
+
+                names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+                wandb.init(**names, config=asdict(args), sync_tensorboard=True)
+            writer = SummaryWriter(run_dir, flush_secs=10)  # a rank that loses the others ends at once
+    except Exception as error:
+        fail(f"cannot use {device}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
     dist.init_process_group(args.backend or ("nccl" if on_gpu else "gloo"), timeout=timedelta(seconds=args.timeout))
+    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)  # also after sys.exit
     torch.set_flush_denormal(True)  # the moments of idle weights decay into denormal numbers, which slow a CPU down
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    if rank > 0:
-        return device, None, SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
-    run_dir = Path("runs", re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"))
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if args.track:
-        import wandb  # only here: nobody else needs it
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-        wandb.init(**names, config=asdict(args), sync_tensorboard=True)
-    return device, run_dir, SummaryWriter(run_dir)
+    return device, run_dir, writer
 
 
 def check_equal(parameters: list[Tensor], rank: int):
-    """Ends the program, on every rank, if the parameters of a rank differ from those of rank 0."""
+    """Ends the program, on every rank, if the parameters of a rank differ from those of most."""
     checksum = torch.stack([p.double().sum() for p in parameters] + [p.double().norm() for p in parameters])
-    checksums = [torch.empty_like(checksum) for _ in range(dist.get_world_size())]
-    dist.all_gather(checksums, checksum)
-    first, *others = [theirs.view(torch.long) for theirs in checksums]  # bit by bit, since NaN is not equal to NaN
-    if other := [str(r) for r, theirs in enumerate(others, start=1) if not torch.equal(theirs, first)]:
-        sys.exit(f"error: rank {rank} sees that the parameters of rank {', '.join(other)} differ from those of rank 0.")
+    bits = checksum.view(torch.long).tolist()  # since NaN is not equal to NaN
+    dist.all_gather_object(checksums := [None] * dist.get_world_size(), bits)
+    most = max(checksums, key=checksums.count)
+    if other := ", ".join(str(r) for r, theirs in enumerate(checksums) if theirs != most):
+        sys.exit(f"error: rank {rank} sees that the parameters of rank {other} differ from those of the others.")
 
 
 def advantage_moments(batch: dict[str, Tensor], minibatches: Tensor) -> Tensor:
@@ -264,18 +267,17 @@ def train(args: Args) -> dict[str, float]:
     device, run_dir, writer = start_rank(args, rank)
     num_actions, done, scores = int(envs.action_space.n), np.zeros(N, bool), np.zeros(N)
     obs, _ = envs.reset()
-    torch.manual_seed(args.seed)  # equal parameters at first; DDP sends those of rank 0 to all in any case
+    torch.manual_seed(args.seed)
     agent = AtariAgent(num_actions).to(device, memory_format=torch.channels_last)
     torch.manual_seed(10_000 * args.seed + rank)  # but every rank draws noise and minibatches of its own
     on_gpu, capture = device.type == "cuda", args.cudagraphs and device.type == "cuda"
     if args.cudagraphs and not on_gpu and rank == 0:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
-    if args.compile:
-        agent.compile(dynamic=False)
+    agent.compile(dynamic=False) if args.compile else None
     loss_of = torch.compile(ppo_loss) if args.compile else ppo_loss
-    model = DistributedDataParallel(agent, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(agent, gradient_as_bucket_view=True)  # sends the parameters of rank 0 to all
     parameters = list(agent.parameters())
-    if capture or not args.ddp:  # DDP's hooks cannot be captured: one bucket, of which the gradients are views
+    if capture or not args.ddp:  # no reductions within a graph: one bucket, of which the gradients are views
         model, bucket = agent, torch.zeros(sum(p.numel() for p in parameters), device=device)
         for p, part in zip(parameters, bucket.split([p.numel() for p in parameters])):
             p.grad = part.as_strided(p.shape, p.stride())
@@ -317,11 +319,14 @@ def train(args: Args) -> dict[str, float]:
     def update(idx: Tensor, moments: Tensor) -> dict[str, Tensor]:
         bucket.zero_() if model is agent else optimizer.zero_grad()
         losses = gradient(idx, moments)  # DDP averages while it goes back
-        if model is agent:
-            dist.all_reduce(bucket.div_(world_size))
+        dist.all_reduce(bucket.div_(world_size)) if model is agent else None
         step()
         return losses
 
+    ran = {"device": str(device), "backend": dist.get_backend(), "ddp": model is not agent, "world_size": world_size}
+    ran |= {"compile": args.compile, "cudagraphs": capture, "num_envs": N * world_size, "batch_size": iteration_size}
+    ran |= {"minibatch_size": minibatch_size * world_size, "num_iterations": num_iterations}
+    writer.add_text("ran", json.dumps(ran))  # also what follows from --local-num-envs and the number of ranks
     total = num_iterations * iteration_size
     progress = tqdm(total=total, unit="step", desc=args.exp_name, dynamic_ncols=True, disable=rank > 0)
     last_returns, marks, global_step = deque(maxlen=100), [(time.perf_counter(), 0)], 0
@@ -354,9 +359,8 @@ def train(args: Args) -> dict[str, float]:
         lr.fill_(learning_rate)
         for _ in range(args.update_epochs):
             minibatches = torch.randperm(batch_size, device=device).view(args.num_minibatches, minibatch_size)
-            moments = advantage_moments(batch, minibatches)
-            for idx, moment in zip(minibatches, moments):
-                losses = update(idx, moment)
+            for idx, moments in zip(minibatches, advantage_moments(batch, minibatches)):
+                losses = update(idx, moments)
             if args.target_kl is not None:  # decided by all ranks: one that left alone would keep the others waiting
                 dist.all_reduce(losses["approx_kl"].div_(world_size))
                 if losses["approx_kl"] > args.target_kl:
@@ -368,8 +372,7 @@ def train(args: Args) -> dict[str, float]:
         reduced = torch.stack(list(losses.values()))
         dist.all_reduce(reduced)
         losses = dict(zip(losses, reduced / world_size))  # equal on all ranks, and so is what report() decides
-        of_ranks = [None] * world_size
-        dist.all_gather_object(of_ranks, games)
+        dist.all_gather_object(of_ranks := [None] * world_size, games)
         for step_of_game, score, length in sorted(game for games in of_ranks for game in games):
             writer.add_scalar("charts/episodic_return", score, step_of_game)
             writer.add_scalar("charts/episodic_length", length, step_of_game)
@@ -378,12 +381,8 @@ def train(args: Args) -> dict[str, float]:
         check_equal(parameters, rank)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
 
-    if rank == 0:
-        ran = {"device": str(device), "world_size": world_size, "compile": args.compile, "cudagraphs": capture}
-        ran |= {"num_envs": N * world_size, "batch_size": iteration_size, "num_iterations": num_iterations}
-        ran |= {"minibatch_size": minibatch_size * world_size}  # derived from --local-num-envs and the number of ranks
-        summary = {"ran": ran, "metrics": metrics, "args": asdict(args)}
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    summary = json.dumps({"ran": ran, "metrics": metrics, "args": asdict(args)}, indent=2)
+    (run_dir / "summary.json").write_text(summary) if rank == 0 else None
     [resource.close() for resource in (progress, writer, envs)]
     model = policy = gradient = step = None  # graphs and DDP end before the group, or Gloo's threads would live on
     dist.destroy_process_group()
@@ -393,8 +392,9 @@ def train(args: Args) -> dict[str, float]:
 if __name__ == "__main__":
     try:
         train(tyro.cli(Args))
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
-            raise
-        print(f"error: rank {os.environ['RANK']} lost the others: {str(error).splitlines()[0]}", file=sys.stderr)
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+            print(f"error: rank {os.environ['RANK']} lost the others: {str(error).splitlines()[0]}", file=sys.stderr)
+        else:
+            sys.excepthook(*sys.exc_info())
         os._exit(1)  # at once: an orderly end would wait for threads that wait for the others

@@ -87,7 +87,7 @@ class ScriptedEnv(gym.Env):
     """Episodes that are known in advance. An observation is (env, episode, step); step k of episode e pays 10 e + k.
 
     Env 0 ends its episodes after 2 (terminated), 3 (truncated), 1 (both) steps and so on; env 1 after 4 (truncated),
-    2 (terminated). The env is told which it is by the last digit of its first seed.
+    2 (terminated), env 2 as env 0. The env is told which it is by the last digit of its first seed.
     """
 
     ENDS = (((2, True, False), (3, False, True), (1, True, True)), ((4, False, True), (2, True, False)))
@@ -110,7 +110,7 @@ class ScriptedEnv(gym.Env):
     def step(self, action):
         self.actions.append(action)  # kept as it is: whoever overwrites it is found out
         self.step_in_episode += 1
-        ends = self.ENDS[self.index]
+        ends = self.ENDS[self.index % 2]
         length, terminates, truncates = ends[self.episode % len(ends)]
         over = self.step_in_episode == length
         reward = 10.0 * self.episode + self.step_in_episode

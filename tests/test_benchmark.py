@@ -77,6 +77,36 @@ def test_summary_pairs_the_slices():
     assert "3.00" in compare.text_table([eager, compiled])
 
 
+def test_efficiency_is_that_of_adding_ranks_not_of_flags():
+    runs = {"1 rank": 100.0, "2 ranks": 150.0, "2 ranks, one bucket": 180.0}
+    runs |= {"1 rank, cudagraphs": 200.0, "2 ranks, cudagraphs": 300.0}
+    rows = compare.summarise({mode: [{"rates": [rate]}] for mode, rate in runs.items()})
+    assert [row["efficiency"] for row in rows] == [1, 0.75, 0.9, 1, 0.75]
+    assert [row["ratio"][0] for row in rows] == [1, 1.5, 1.8, 2, 3]
+    (alone,) = compare.summarise({"2 ranks": [{"rates": [1.0]}]})
+    assert alone["efficiency"] is None
+    (eager,) = compare.summarise({"eager": [{"rates": [1.0]}]})
+    assert eager["efficiency"] is None
+
+
+def test_communication_is_what_ranks_do_together(monkeypatch):
+    clock = [0.0]
+
+    def collective(*args):
+        clock[0] += 2
+        return args
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    dist = SimpleNamespace(all_reduce=collective, all_gather_object=collective, barrier=collective)
+    seconds = measure.time_communication(dist, SimpleNamespace(is_available=lambda: False))
+    assert dist.all_reduce(1, 2) == (1, 2)
+    clock[0] += 5
+    dist.barrier()
+    assert seconds() == 2
+    dist.all_gather_object()
+    assert seconds() == 4
+
+
 CHILD = """
 import json, os, sys
 for i in range({slices}):

@@ -19,7 +19,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 SCRIPT = "ppo_atari_multigpu"
 SIZES = {"num_steps": 12, "num_minibatches": 1, "update_epochs": 3, "total_timesteps": 72}
 WORKER = """
-import os, sys
+import atexit, os, sys
+from pathlib import Path
+def no_thread_is_left():  # one that outlives the interpreter may hang
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if any("gloo" in name for name in threads):
+        print(threads, file=sys.stderr, flush=True)
+        os._exit(3)
+atexit.register(no_thread_is_left)  # the first to be registered is the last to be called
 sys.path[:0] = [{leanrl!r}, {tests!r}]
 import torch
 import ppo_atari_multigpu as script
@@ -28,14 +35,13 @@ rank, agents, batches = int(os.environ["RANK"]), [], []
 class SpiedAgent(script.AtariAgent):
     def __init__(self, *args):
         super().__init__(*args)
+        for p in self.parameters():
+            p.data += rank  # the broadcast of rank 0's parameters must put that right
         agents.append(self)
 script.AtariAgent = SpiedAgent
 torch.set_num_threads(1)
 {patch}
 script.train(script.Args(**{args!r}))
-from pathlib import Path
-threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-assert not any("gloo" in name for name in threads), threads  # one that outlives the interpreter may hang
 torch.save({{name: p.detach() for name, p in agents[0].named_parameters()}}, f"parameters{{rank}}.pt")
 """
 GREEDY_ON_SCRIPTED_GAMES = """
@@ -47,7 +53,7 @@ torch.Tensor.exponential_ = lambda self: self.fill_(1.0)
 class Ranks:
     """Processes of one run, started as torchrun would start them; none outlives the test. No patch: the file itself."""
 
-    def __init__(self, world_size: int, patch: str | None, cwd, **args):
+    def __init__(self, world_size: int, patch: str | None, cwd, nodes: int = 1, **args):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
@@ -62,10 +68,11 @@ class Ranks:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, *command],
-                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank % (world_size // nodes))},
                 cwd=cwd,
                 stderr=subprocess.PIPE,
                 text=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
             )
             for rank in range(world_size)
         ]
@@ -137,14 +144,14 @@ def test_ranks_play_games_of_their_own_and_rank_0_logs_for_all(own_folder):
         "script.advantage_moments, script.make_envs = spied, spied_envs\n"
     )
     sizes = {"local_num_envs": 2, "num_steps": 128, "total_timesteps": 1024, "update_epochs": 1}
-    train(2, own_folder / "run", patch, **sizes)
+    train(2, own_folder / "run", patch, nodes=2, **sizes)  # each has LOCAL_RANK 0
     spied = (torch.load(own_folder / "run" / f"spied{rank}.pt") for rank in range(2))
     (a, env_seeds, seed), (b, other_env_seeds, other_seed) = spied
     assert not torch.equal(a["obs"], b["obs"]) and not torch.equal(a["action"], b["action"])
     assert len({*env_seeds, *other_env_seeds}) == 4 and seed != other_seed
     (run_dir,) = (own_folder / "run" / "runs").iterdir()
     summary = json.loads((run_dir / "summary.json").read_text())
-    ran = {"device": "cpu", "world_size": 2, "compile": False, "cudagraphs": False}
+    ran = {"device": "cpu", "backend": "gloo", "ddp": True, "world_size": 2, "compile": False, "cudagraphs": False}
     ran |= {"num_envs": 4, "batch_size": 512, "minibatch_size": 128, "num_iterations": 2}
     assert summary["ran"] == ran
     assert summary["metrics"]["global_step"] == 1024
@@ -155,25 +162,38 @@ def test_ranks_play_games_of_their_own_and_rank_0_logs_for_all(own_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
-@pytest.mark.parametrize("flags", [{}, {"ddp": False}], ids=["ddp", "no-ddp"])
-def test_a_rank_that_dies_or_hangs_ends_the_others(own_folder, flags, fault):
+@pytest.mark.parametrize(
+    ("victim", "fault", "flags"),
+    [
+        (1, signal.SIGKILL, {}),
+        (1, signal.SIGSTOP, {}),
+        (1, signal.SIGINT, {}),  # an exception in one rank
+        (1, signal.SIGSTOP, {"ddp": False}),
+        (0, signal.SIGKILL, {"ddp": False}),  # where all meet
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(own_folder, victim, fault, flags):
     sizes = {"local_num_envs": 2, "num_steps": 16, "num_minibatches": 1, "total_timesteps": 10**9, "timeout": 10.0}
     with Ranks(2, None, own_folder, **sizes, **flags) as ranks:
         for _ in range(300):
             time.sleep(0.2)
             if list(own_folder.glob("runs/*/events*")):
                 break
+        else:
+            pytest.fail("no training within 60 seconds")
         time.sleep(3)  # in the middle of training
-        ranks.processes[1].send_signal(fault)
-        _, output = ranks.processes[0].communicate(timeout=40)
-        code = ranks.processes[0].returncode
-    assert code == 1 and "error: rank 0 lost the others" in output, output
+        ranks.processes[victim].send_signal(fault)
+        other = ranks.processes[1 - victim]
+        _, output = other.communicate(timeout=40)
+        if fault == signal.SIGINT:
+            assert "KeyboardInterrupt" in ranks.processes[victim].communicate(timeout=40)[1]
+    assert other.returncode == 1 and f"error: rank {1 - victim} lost the others" in output, output
 
 
 @pytest.mark.slow
-def test_a_break_is_decided_by_all_ranks(own_folder):
-    """Rank 0 alone has moved far; together they have moved more than --target-kl, so both leave the epochs."""
+@pytest.mark.parametrize(("target_kl", "epochs"), [(0.4, 1), (0.6, 3)])
+def test_a_break_is_decided_by_all_ranks(own_folder, target_kl, epochs):
+    """Rank 0 alone has moved far, by 1. The mean over ranks is 0.5: both leave the epochs, or neither."""
     patch = GREEDY_ON_SCRIPTED_GAMES + (
         "original, calls = script.ppo_loss, []\n"
         "def ppo_loss(*args):\n    loss, losses = original(*args)\n    calls.append(1)\n"
@@ -181,35 +201,36 @@ def test_a_break_is_decided_by_all_ranks(own_folder):
         "script.ppo_loss = ppo_loss\n"
         "import atexit\natexit.register(lambda: print('calls', len(calls), file=sys.stderr))\n"
     )
-    with Ranks(2, patch, own_folder, local_num_envs=1, **SIZES, target_kl=0.4) as ranks:
+    with Ranks(2, patch, own_folder, local_num_envs=1, **SIZES, target_kl=target_kl) as ranks:
         for code, output in ranks.wait(60):
-            assert code == 0 and "calls 3" in output, output  # three rollouts, an epoch of one minibatch each
+            assert code == 0 and f"calls {3 * epochs}\n" in output, output  # three rollouts of one minibatch
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("patch", "args", "message"),
+    ("world_size", "patch", "message"),
     [
         (
+            2,
             "original = script.ppo_loss\n"
             "def ppo_loss(*args):\n    loss, losses = original(*args)\n"
             "    return loss, losses | {'approx_kl': losses['approx_kl'] + (float('nan') if rank else 0)}\n"
             "script.ppo_loss = ppo_loss\n",
-            {},
             "error: losses/approx_kl is nan",  # of rank 1 alone
         ),
         (
+            3,
             "original = script.check_equal\n"
-            "def check_equal(parameters, rank):\n    parameters[0].data += rank\n    original(parameters, rank)\n"
+            "def check_equal(parameters, rank):\n    parameters[0].data += rank == 0\n    original(parameters, rank)\n"
             "script.check_equal = check_equal\n",
-            {},
-            "the parameters of rank 1 differ from those of rank 0",
+            "the parameters of rank 0 differ from those of the others",
         ),
     ],
     ids=["nan", "divergence"],
 )
-def test_what_stops_one_rank_stops_all(own_folder, patch, args, message):
-    with Ranks(2, GREEDY_ON_SCRIPTED_GAMES + patch, own_folder, local_num_envs=1, **SIZES, **args) as ranks:
+def test_what_stops_one_rank_stops_all(own_folder, world_size, patch, message):
+    sizes = SIZES | {"total_timesteps": 36 * world_size}
+    with Ranks(world_size, GREEDY_ON_SCRIPTED_GAMES + patch, own_folder, local_num_envs=1, **sizes) as ranks:
         for code, output in ranks.wait(60):
             assert code == 1 and message in output, output
 
@@ -220,6 +241,28 @@ def test_without_torchrun_it_says_how_to_start(capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit:
         script.train(script.Args())
     assert exit.value.code == 2 and "torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"env_id": "Pnog-v5"}, "Pong-v5"),
+        ({"num_minibatches": 3}, "num-minibatches"),
+        ({"total_timesteps": 100}, "total-timesteps"),
+        ({"backend": "nccl"}, "needs GPUs"),
+        ({"exp_name": "a\0b"}, "cannot use cpu, the folder"),
+        ({"timeout": -1.0}, "--timeout"),
+    ],
+    ids=str,
+)
+def test_bad_input_gets_a_sentence(own_folder, capsys, monkeypatch, flags, message):
+    script = load(SCRIPT)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as exit:
+        script.train(script.Args(cuda=False, **flags))
+    assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_moments_are_those_of_the_valid_rows(monkeypatch):
@@ -240,12 +283,14 @@ def test_torchrun_trains_a_game(own_folder):
     command = [str(part) for part in [*command, "--total-timesteps", 256, "--no-cuda", "--cudagraphs"]]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=own_folder, env=env, start_new_session=True, **pipes)
+    process = subprocess.Popen(command, cwd=own_folder, env=env, **pipes)
     try:
         _, output = process.communicate(timeout=120)
-    finally:  # of a run that hangs, torchrun's children too
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        process.terminate()  # torchrun ends its ranks, which are no members of its process group
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=40)
+        process.kill()
     assert process.returncode == 0, output
     assert output.count("--cudagraphs needs a GPU; going on without") == 1
     (summary,) = own_folder.glob(f"runs/Pong-v5__{SCRIPT}__1__*/summary.json")
