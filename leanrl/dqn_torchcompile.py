@@ -302,7 +302,7 @@ def train(args: Args) -> dict[str, float]:
         return losses
 
     if args.compile:
-        options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # perf[17] glue in C++, quick noise
+        options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # perf[17] C++ glue, torch's generator
         learn = torch.compile(learn, fullgraph=True, options=options)
     if args.cudagraphs and on_gpu:  # perf[2] record the launches once, replay them with one call
         update = CudaGraphModule(update, warmup=3)

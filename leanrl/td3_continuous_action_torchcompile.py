@@ -338,7 +338,7 @@ def train(args: Args) -> dict[str, float]:
         host_action.copy_(action.clamp(low, high), non_blocking=True)
 
     if args.compile:
-        options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # perf[17] glue in C++, quick noise
+        options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # perf[17] C++ glue, torch's generator
         compiled = (torch.compile(f, fullgraph=True, options=options) for f in (policy, update, update_with_actor))
         policy, update, update_with_actor = compiled
     if args.cudagraphs and on_gpu:  # perf[2] record the launches once, replay them with one call
