@@ -141,10 +141,18 @@ def ppo_continuous_action_peer(library: str, args: Args, on_report: Callable[[in
 
 def off_policy_peer(library: str, algorithm: str, settings: dict, args: Args, on_report: Callable[[int], None]):
     """An off-policy algorithm of either library with our defaults, as `settings`."""
+    import numpy as np
     from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.noise import NormalActionNoise
 
+    envs = make_vec_env(args.env_id, 1, args.seed)
     settings = {"gamma": 0.99, "gradient_steps": 1, "learning_starts": LEARNING_STARTS} | settings
-    return learn(library, algorithm, make_vec_env(args.env_id, 1, args.seed), args, settings, on_report, interval=500)
+    if algorithm == "TD3":
+        (dims,) = envs.action_space.shape
+        settings["action_noise"] = NormalActionNoise(np.zeros(dims), np.full(dims, 0.1))
+    if (library, algorithm) == ("sbx", "SAC"):  # Stable-Baselines3 has one rate for all
+        settings["qf_learning_rate"] = 1e-3
+    return learn(library, algorithm, envs, args, settings, on_report, interval=500)
 
 
 def learn(

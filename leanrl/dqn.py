@@ -44,11 +44,9 @@ class Args:
     seed: int = 1  # of everything random; different seeds share no env stream
     torch_deterministic: bool = True  # let cuDNN choose only deterministic kernels
     cuda: bool = True  # use a GPU if there is one
-    device: str | None = None  # a certain device, such as cuda:1; goes before --cuda
+    device: str | None = None  # a certain device, such as cuda:1; overrides --cuda
 
-    env_id: str = (
-        "CartPole-v1"  # any Gymnasium id with vectors as observations and discrete actions, also my_package:MyEnv-v0
-    )
+    env_id: str = "CartPole-v1"  # any Gymnasium id with vectors and discrete actions, also my_package:MyEnv-v0
     total_timesteps: int = 500_000  # env steps, summed over envs
     learning_rate: float = 2.5e-4  # of Adam
     num_envs: int = 1  # envs stepped in turn; divides --train-frequency
@@ -70,12 +68,12 @@ class Args:
 
 def fail(message: str):
     """Ends the program with one sentence on stderr and exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", *message.split(), file=sys.stderr)  # on one line, whatever it quotes
     sys.exit(2)
 
 
 def make_env(env_id: str, actions: type[gym.Space]) -> gym.Env:
-    """An env with vectors as observations and such actions that counts its returns, or one sentence on why not."""
+    """An env from vectors to this kind of actions, which counts its returns, or one sentence on why not."""
     try:
         env = gym.make(env_id)
     except (gym.error.Error, ImportError, ValueError) as error:

@@ -45,7 +45,7 @@ class Args:
     seed: int = 1  # of everything random; different seeds share no env stream
     torch_deterministic: bool = True  # let cuDNN choose only deterministic kernels
     cuda: bool = True  # use a GPU if there is one
-    device: str | None = None  # a certain device, such as cuda:1; goes before --cuda
+    device: str | None = None  # a certain device, such as cuda:1; overrides --cuda
 
     env_id: str = "Breakout-v5"  # any Atari id of EnvPool
     total_timesteps: int = 10_000_000  # env steps (of 4 frames), summed over envs
@@ -77,7 +77,7 @@ class Args:
 
 def fail(message: str):
     """Ends the program with one sentence on stderr and exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", *message.split(), file=sys.stderr)  # on one line, whatever it quotes
     sys.exit(2)
 
 

@@ -80,7 +80,7 @@ class Args:
 
 def fail(message: str):
     """Ends the program with one sentence on stderr and exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", *message.split(), file=sys.stderr)  # on one line, whatever it quotes
     sys.exit(2)
 
 

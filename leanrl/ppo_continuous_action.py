@@ -41,7 +41,7 @@ class Args:
     seed: int = 1  # of everything random; different seeds share no env stream
     torch_deterministic: bool = True  # let cuDNN choose only deterministic kernels
     cuda: bool = True  # use a GPU if there is one
-    device: str | None = None  # a certain device, such as cuda:1; goes before --cuda
+    device: str | None = None  # a certain device, such as cuda:1; overrides --cuda
 
     env_id: str = "HalfCheetah-v4"  # any Gymnasium id with a Box action space, also my_package:MyEnv-v0
     total_timesteps: int = 1_000_000  # env steps, summed over envs
@@ -68,12 +68,12 @@ class Args:
 
 def fail(message: str):
     """Ends the program with one sentence on stderr and exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", *message.split(), file=sys.stderr)  # on one line, whatever it quotes
     sys.exit(2)
 
 
 def make_env(env_id: str, actions: type[gym.Space]) -> gym.Env:
-    """An env with vectors as observations and such actions that counts its returns, or one sentence on why not."""
+    """An env from vectors to this kind of actions, which counts its returns, or one sentence on why not."""
     try:
         env = gym.make(env_id)
     except (gym.error.Error, ImportError, ValueError) as error:

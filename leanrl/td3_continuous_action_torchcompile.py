@@ -46,7 +46,7 @@ class Args:
     seed: int = 1  # of everything random; different seeds share no env stream
     torch_deterministic: bool = True  # let cuDNN choose only deterministic kernels
     cuda: bool = True  # use a GPU if there is one
-    device: str | None = None  # a certain device, such as cuda:1; goes before --cuda
+    device: str | None = None  # a certain device, such as cuda:1; overrides --cuda
 
     env_id: str = "HalfCheetah-v4"  # any Gymnasium id with a bounded Box action space, also my_package:MyEnv-v0
     total_timesteps: int = 1_000_000  # env steps, summed over envs
@@ -57,7 +57,7 @@ class Args:
     tau: float = 0.005  # share of the new parameters in a step of the targets
     batch_size: int = 256  # transitions in an update
     policy_noise: float = 0.2  # deviation of the noise on the target's action, in half ranges of the action
-    noise_clip: float = 0.5  # that noise is clipped here
+    noise_clip: float = 0.5  # that noise is clipped to plus or minus this, likewise in half ranges
     exploration_noise: float = 0.1  # deviation of the noise on the executed action, in half ranges
     learning_starts: int = 25_000  # env steps of random actions before the first update
     policy_frequency: int = 2  # updates of the critics for each of the actor and the targets
@@ -72,12 +72,12 @@ class Args:
 
 def fail(message: str):
     """Ends the program with one sentence on stderr and exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", *message.split(), file=sys.stderr)  # on one line, whatever it quotes
     sys.exit(2)
 
 
 def make_env(env_id: str, actions: type[gym.Space]) -> gym.Env:
-    """An env with vectors as observations and such actions that counts its returns, or one sentence on why not."""
+    """An env from vectors to this kind of actions, which counts its returns, or one sentence on why not."""
     try:
         env = gym.make(env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
@@ -352,16 +352,15 @@ def train(args: Args) -> dict[str, float]:
     for step in range(total_steps):
         # act
         learning = step > 0 and global_step >= args.learning_starts
+        marks = marks or [(time.perf_counter(), global_step)] * learning  # the clock starts with learning
         act() if learning else explore()
         if on_gpu:
             acted.record()
 
         # learn; perf[6] launch the update before waiting for the action: the GPU learns while the CPU steps the envs
-        if learning:
-            marks = marks or [(time.perf_counter(), global_step)]
-            for _ in range(N):
-                updates += 1
-                losses |= (update if updates % args.policy_frequency else update_with_actor)()
+        for _ in range(N * learning):
+            updates += 1
+            losses |= (update if updates % args.policy_frequency else update_with_actor)()
         if on_gpu:
             acted.synchronize()  # the one sync of a step
 

@@ -188,9 +188,9 @@ class SequenceEnv(DictEnv):
 
 
 class StuckEnv(DictEnv):
-    """Has no choice in one dimension of its action."""
+    """Has no choice in one of many dimensions of its action, of which NumPy makes several lines."""
 
-    action_space = gym.spaces.Box(np.array([-1.0, 0.5], np.float32), np.array([1.0, 0.5], np.float32))
+    action_space = gym.spaces.Box(np.linspace(-2, 0.5, 20, dtype=np.float32), np.full(20, 0.5, np.float32))
 
 
 class DoubleEnv(BoundedEnv):

@@ -1,7 +1,9 @@
 """Requirements, PEP 723 blocks, and every command that the documents show."""
 
 import ast
+import dataclasses
 import importlib
+import inspect
 import re
 import shlex
 import subprocess
@@ -45,6 +47,14 @@ def test_pep_723_block_holds_the_pins_of_requirements(name):
     packages = {pin.split("==")[0] for pin in listed}
     unseen = {"tensorboard"} | {pin.split("==")[0] for pin in pins(*extras)}  # some extras are imported by others
     assert imported - sys.stdlib_module_names - unseen == packages - unseen
+
+
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
+def test_every_flag_has_a_line_with_its_help(name):
+    """tyro takes the comment behind a field, if it stands on the same line."""
+    lines = inspect.getsource(load(name).Args).splitlines()
+    for field in dataclasses.fields(load(name).Args):
+        assert [line for line in lines if re.match(rf"    {field.name}: .* = .+  # \w.+", line)], field.name
 
 
 def test_all_pins_are_exact():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import OFF_POLICY, ScriptedEnv, load, tiny, train
+from conftest import OFF_POLICY, ScriptedEnv, largest_difference, load, tiny, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -43,14 +43,14 @@ def record(monkeypatch, name: str, **args):
 
 
 @pytest.mark.parametrize("name", OFF_POLICY)
-@pytest.mark.parametrize("buffer_size", [100, 6])  # with and without wrapping around
+@pytest.mark.parametrize("buffer_size", [100, 5])  # with 5, the ring wraps, two rows at once lie at its end and start
 def test_the_ring_holds_the_steps_worked_out_by_hand(monkeypatch, name, buffer_size):
     ring, _, _ = record(monkeypatch, name, total_timesteps=13, buffer_size=buffer_size)
     assert len(ring) == buffer_size + 1
     executed = iter(ScriptedEnv.actions)
     actions = [next(executed) if valid else None for valid in VALID[1:]]
     # Times 9 .. 12 at least are there in any case: some scripts store the newest row at their next step only.
-    for t in range(9 if buffer_size == 6 else 0, 13):
+    for t in range(9 if buffer_size == 5 else 0, 13):
         *obs, reward, terminated, valid = ring[t % len(ring), 0, [0, 1, 2, -3, -2, -1]].tolist()
         assert obs == [0, *OBS[t]], t
         if t:
@@ -59,7 +59,7 @@ def test_the_ring_holds_the_steps_worked_out_by_hand(monkeypatch, name, buffer_s
             np.testing.assert_array_equal(ring[t % len(ring), 0, 3:-3].numpy(), actions[t - 1])
 
 
-@pytest.mark.parametrize("buffer_size", [100, 6])  # with 6, the ring wraps
+@pytest.mark.parametrize("buffer_size", [100, 5])
 @pytest.mark.parametrize("name", OFF_POLICY)
 def test_batches_hold_the_transitions_up_to_now_and_nothing_else(monkeypatch, name, buffer_size):
     _, draws, _ = record(monkeypatch, name, total_timesteps=13, buffer_size=buffer_size)
@@ -99,12 +99,28 @@ def test_two_envs_share_a_ring_and_count_together(monkeypatch, name):
     assert [e.value for e in events.Scalars("charts/episodic_length")] == [2, 4, 3, 2, 1]
 
 
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_an_update_comes_before_the_step_of_the_envs(monkeypatch, name):
+    """So that a GPU has something to do while the envs step."""
+    script, order = load(name), []
+    sample, step_envs = script.sample, script.step_envs
+    monkeypatch.setattr(script, "sample", lambda *args: order.append("learn") or sample(*args))
+    monkeypatch.setattr(script, "step_envs", lambda *args: order.append("step") or step_envs(*args))
+    train(monkeypatch, name, **tiny(name) | {"total_timesteps": 921})
+    frequency = 10 if "dqn" in name else 1
+    assert order[:900] == ["step"] * 900
+    assert order[900:] == (["learn"] + ["step"] * frequency) * (20 // frequency) + ["learn", "step"]
+
+
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_actions_respect_each_dimensions_bounds(monkeypatch, name):
-    """The first 300 are uniform; those of the policy stay within, too."""
-    record(monkeypatch, name, total_timesteps=600, learning_starts=450)
+    """The first 300 are uniform; those of the policy stay within, too, however loud TD3's noise is."""
+    noise = {"exploration_noise": 1.0} if "td3" in name else {}
+    record(monkeypatch, name, total_timesteps=600, learning_starts=450, **noise)
     actions, low, high = np.array(ScriptedEnv.actions), np.array([-0.5, -3.0]), np.array([0.1, 2.0])
     assert (actions >= low - 1e-6).all() and (actions <= high + 1e-6).all()
+    if noise:
+        assert np.ptp(actions[300:], axis=0) == pytest.approx(high - low)
     share = (actions[:300] - low) / (high - low)
     assert (abs(share.mean(0) - 0.5) < 0.06).all() and (abs(share.std(0) - 12**-0.5) < 0.03).all()
     assert len(np.unique(actions, axis=0)) > 0.9 * len(actions)
@@ -283,6 +299,7 @@ def test_no_gradient_is_computed_in_vain(monkeypatch, name):
 
 @pytest.mark.parametrize("name", [name for name in CONTINUOUS if "td3" in name])
 def test_td3_asks_its_target_critics_for_the_smoothed_action(monkeypatch, name):
+    """With the same action in all targets, how fast the targets move matters by their critics alone."""
     script, asked = load(name), []
     forward = script.Critic.forward
 
@@ -292,8 +309,9 @@ def test_td3_asks_its_target_critics_for_the_smoothed_action(monkeypatch, name):
 
     monkeypatch.setattr(script.Critic, "forward", spied)
     monkeypatch.setattr(script, "smooth", lambda action, actor, args: 0 * action + 0.125)
-    train(monkeypatch, name, **tiny(name) | {"total_timesteps": 901})
+    slow, fast = (train(monkeypatch, name, **tiny(name) | {"total_timesteps": 910}, tau=tau) for tau in (1e-9, 1.0))
     assert (asked[0] == 0.125).all() and len(asked[0]) == 32
+    assert largest_difference(slow, fast) > 0
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
