@@ -327,7 +327,6 @@ def ablate(script: str, args: Args):
     for name, (mode, _) in ABLATIONS[script].items():
         own, base = zip(*runs[name], strict=True)
         row = {"variant": name, "mode": mode, "ratio": interval(ratios(own, base))}
-        row["startup_seconds"] = own[0]["startup_seconds"]  # cold
         rows.append(row | {"runs": own, "as_it_is": base})
         print(f"{name:65s} {row['ratio'][0]:5.2f}  ({row['ratio'][1]:.2f} - {row['ratio'][2]:.2f})")
     args.out.mkdir(parents=True, exist_ok=True)

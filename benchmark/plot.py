@@ -201,14 +201,13 @@ def returns_block(only: str | None = None) -> str:
 
 def ablation_block() -> str:
     """Markdown: what each trick is worth, measured by taking it out, and what was tried and turned down."""
-    lines = ["| script | change | speed, relative to the script as it is | 95 % interval | start-up, cold | measured |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = ["| script | change | speed, relative to the script as it is | 95 % interval | measured |"]
+    lines.append("|---|---|---|---|---|")
     for report in speed_reports("ablation"):
         for row in report["variants"]:
             if row["variant"] not in ("eager", "compile"):
                 ratio, low, high = row["ratio"]
-                start = f"{max(row['startup_seconds'], 0):.0f} s"
-                cells = (report["script"], row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", start, turns(row))
+                cells = (report["script"], row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", turns(row))
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
