@@ -328,7 +328,7 @@ def ablate(script: str, args: Args):
             for name, (mode, _) in ABLATIONS[script].items():
                 own, base = zip(*runs[name], strict=True)
                 rows.append({"variant": name, "mode": mode, "ratio": interval(ratios(own, base))})
-                rows[-1] |= {"runs": own, "as_it_is": base}
+                rows[-1] |= {"steps": args.steps or steps, "runs": own, "as_it_is": base}
             report = {"script": script, "env_id": env_id, "machine": machine(), "variants": rows}
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")  # of all turns so far

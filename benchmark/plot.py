@@ -207,7 +207,8 @@ def ablation_block() -> str:
         for row in report["variants"]:
             if row["variant"] not in ("eager", "compile"):
                 ratio, low, high = row["ratio"]
-                cells = (report["script"], row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", turns(row))
+                how = turns(row) + (f" of {row['steps']:,} steps" if "steps" in row else "")  # older rows lack them
+                cells = (report["script"], row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", how)
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
