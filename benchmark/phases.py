@@ -80,7 +80,8 @@ def main(args: Args):
         rows = [sorted(runs, key=lambda row: row["microseconds"])[len(runs) // 2] for runs in zip(*turns)]
         for row, runs in zip(rows, zip(*turns)):  # of all turns, since it drifts, too
             row["simulator"] = median(run["simulator"] for run in runs)
-        report = {"script": script, "env_id": env_id, "machine": machine(), "turns": args.pairs, "steps": args.steps or steps, "modes": rows}
+        report = {"script": script, "env_id": env_id, "machine": machine(), "turns": args.pairs}
+        report |= {"steps": args.steps or steps, "modes": rows}
         (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
