@@ -12,7 +12,8 @@ from tensordict.nn import CudaGraphModule
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 MODES = {"twin": {}, "cudagraphs": {"cudagraphs": True}, "compile+cudagraphs": {"compile": True, "cudagraphs": True}}
-GROUPS = MODES["compile+cudagraphs"] | {"env_groups": 2}
+MODES_HERE = [("cpu", "twin"), ("cpu", "compile+cudagraphs")]  # "cudagraphs" is on a CPU what "twin" is
+MODES_HERE += [pytest.param("cuda", mode, marks=pytest.mark.cuda) for mode in MODES]
 TWIN = "ppo_continuous_action_torchcompile"
 CONTINUOUS = [twin for _, twin in TWINS if "continuous" in twin]
 OFF_POLICY_TWINS = [twin for _, twin in TWINS if twin in OFF_POLICY]
@@ -39,14 +40,11 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return sum((a[name] - b[name]).square().sum().item() for name in a) ** 0.5
 
 
-CASES = [(*twins, mode, flags) for twins in TWINS for mode, flags in MODES.items()] + [(*ATARI, "groups", GROUPS)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("eager", "twin", "mode", "flags"), CASES, ids=[f"{case[1]}-{case[2]}" for case in CASES])
-def test_every_mode_learns_the_same(monkeypatch, eager, twin, mode, flags, device):
+@pytest.mark.parametrize(("device", "mode"), MODES_HERE)
+@pytest.mark.parametrize(("eager", "twin", "groups"), [*((*pair, 1) for pair in TWINS), (*ATARI, 2)])
+def test_every_mode_learns_the_same(monkeypatch, eager, twin, groups, mode, device):
     """Graphs are captured in the first updates, so stale weights, rates or batches would show in the next dozens."""
-    problem = tiny(eager)
+    problem, flags = tiny(eager), MODES[mode] | ({"env_groups": groups} if eager in ATARI else {})
     if eager in OFF_POLICY and "compile" in mode:  # the other modes: one env, and SAC with a temperature that learns
         problem = problem | {"num_envs": 2} | ({"autotune": False} if "sac" in eager else {})
     with monkeypatch.context() as patch:
@@ -64,8 +62,7 @@ def test_every_mode_learns_the_same(monkeypatch, eager, twin, mode, flags, devic
         assert a.metrics[name] == pytest.approx(b.metrics[name], rel=0.05, abs=0.01), name
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("device", "mode"), MODES_HERE)
 @pytest.mark.parametrize("twin", OFF_POLICY_TWINS)
 def test_64_updates_draw_64_batches(monkeypatch, twin, mode, device):
     """With networks that never change, a loss differs from another by what was drawn alone."""
@@ -84,8 +81,7 @@ def test_64_updates_draw_64_batches(monkeypatch, twin, mode, device):
     assert updates >= 64 and len(np.unique(losses)) > 0.95 * updates
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("device", "mode"), MODES_HERE)
 @pytest.mark.parametrize("twin", CONTINUOUS)
 def test_64_steps_of_the_policy_give_64_actions_of_the_right_spread(monkeypatch, twin, mode, device):
     """With a policy that never learns; deviations in units of half the range, for PPO of 1."""
@@ -105,8 +101,7 @@ def test_64_steps_of_the_policy_give_64_actions_of_the_right_spread(monkeypatch,
     assert abs(np.corrcoef(actions[1:, 0], actions[:-1, 0])[0, 1]) < 0.4  # no step repeats the noise of the one before
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("device", "mode"), MODES_HERE)
 def test_64_steps_of_an_even_policy_give_all_actions(monkeypatch, mode, device):
     """A policy that has learned nothing, on Atari's frames: four actions, about as likely, none of them a habit."""
     monkeypatch.setattr(load(ATARI[1]), "make_envs", ScriptedPool)
@@ -155,8 +150,7 @@ def test_ranks_learn_the_same_with_and_without_ddp_and_graphs(monkeypatch, devic
     assert moved > 0 and distance(reference, parameters) < 0.02 * moved
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("device", "mode"), [here for here in MODES_HERE if here != ("cpu", "compile+cudagraphs")])
 @pytest.mark.parametrize("twin", OFF_POLICY_TWINS)
 def test_a_training_step_waits_for_nothing_but_the_action(monkeypatch, twin, mode, device):
     """From the first updates to a report, an operation that synchronises with the GPU is an error, but for the wait."""
