@@ -244,12 +244,12 @@ def train(args: Args) -> dict[str, float]:
     T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
     minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
     if num_iterations < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
-        fail(f"num_envs * num_steps = {batch_size} must be 2, 3... times --num-minibatches, within --total-timesteps.")
+        fail(f"a rollout's {batch_size} steps exceed --total-timesteps, or do not make --num-minibatches of 2 or more.")
     G, size = args.env_groups, N // args.env_groups  # perf[10] EnvPool steps one, the policy serves another
     if N % G:
         fail(f"--env-groups must divide --num-envs, {N}.")
     groups = [slice(g * size, (g + 1) * size) for g in range(G)]
-    seeds = [10_000 * args.seed + i for i in range(N)]
+    seeds = [(10_000 * args.seed + i) % 2**31 for i in range(N)]
     pools = [make_envs(args.env_id, seeds[rows]) for rows in groups]
     device, run_dir, writer = start_run(args)
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # perf[15] let glibc keep freed memory, not fault it in anew
@@ -350,8 +350,8 @@ def train(args: Args) -> dict[str, float]:
         advantage = gae_scan(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
         rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value_buffer}
         rollout |= {"advantage": advantage, "return": advantage + value_buffer, "valid": valid_buffer}
-        for name, x in rollout.items():  # perf[2] a graph reads fixed addresses: allocate once, then overwrite
-            batch.setdefault(name, torch.empty_like(x.flatten(0, 1))).copy_(x.flatten(0, 1))
+        for name, x in rollout.items():  # perf[2] a graph reads fixed addresses: those of the first rollout
+            batch.setdefault(name, x.flatten(0, 1)).copy_(x.flatten(0, 1))
         learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         lr.fill_(learning_rate)  # perf[3]
         for _ in range(args.update_epochs):

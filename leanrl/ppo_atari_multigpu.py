@@ -9,9 +9,8 @@
 Each rank (process) has its own envs and, if there are GPUs, its own GPU; gradients are averaged over ranks, so all
 ranks hold equal parameters. See docs/multigpu.md for several nodes, and for what to expect.
 Shapes: T = num_steps, N = local_num_envs, B = T * N of a rank; a rollout is (T, N, ...), the batch made of it (B, ...).
-Departures from CleanRL's script of this name:
-1. to 3. as in ppo_atari_envpool.py: truncations bootstrap, rows after an end are masked, whole games are reported.
-4. Advantages are normalised, and rows counted, over the minibatches of all ranks: as one process would on all of it.
+Departures from CleanRL's script of this name: those of ppo_atari_envpool.py; and advantages are normalised, and rows
+counted, over the minibatches of all ranks, as one process would on all of it.
 """
 
 import atexit
@@ -185,14 +184,15 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
 
 def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter | SimpleNamespace]:
     """Joins the ranks, as torchrun's environment says; rank 0 alone makes the run folder and logs."""
-    local_rank, on_gpu = int(os.environ["LOCAL_RANK"]), args.cuda and torch.cuda.is_available()  # rank on this node
-    if args.backend == "nccl" and not on_gpu:
-        fail("--backend nccl needs GPUs; leave it out, or say gloo.")
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count() if args.cuda else 0  # on this node
+    if local_rank >= gpus and (gpus or args.backend == "nccl"):
+        fail(f"local rank {local_rank} needs a GPU of its own, and there are {gpus}; start fewer, or say --no-cuda.")
+    device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     writer = SimpleNamespace(**dict.fromkeys(("add_scalar", "add_text", "close"), lambda *_: None))
     run_dir = Path("runs", re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"))
     try:
-        torch.cuda.set_device(device) if on_gpu else None
+        if gpus:
+            torch.cuda.set_device(device)
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             if args.track:
@@ -203,7 +203,7 @@ def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter
             writer = SummaryWriter(run_dir, flush_secs=10)  # a rank that loses the others ends at once
     except Exception as error:
         fail(f"cannot use {device}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
-    dist.init_process_group(args.backend or ("nccl" if on_gpu else "gloo"), timeout=timedelta(seconds=args.timeout))
+    dist.init_process_group(args.backend or ("nccl" if gpus else "gloo"), timeout=timedelta(seconds=args.timeout))
     atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)  # also after sys.exit
     torch.set_flush_denormal(True)  # the moments of idle weights decay into denormal numbers, which slow a CPU down
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -262,8 +262,8 @@ def train(args: Args) -> dict[str, float]:
     minibatch_size, iteration_size = batch_size // args.num_minibatches, batch_size * world_size
     num_iterations = args.total_timesteps // iteration_size
     if num_iterations < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
-        fail(f"a rank's {batch_size} rows must be 2, 3... times --num-minibatches, in --total-timesteps/{world_size}.")
-    envs = make_envs(args.env_id, [10_000 * args.seed + N * rank + i for i in range(N)])  # no seed in two ranks
+        fail(f"{iteration_size} steps exceed --total-timesteps, or {batch_size} do not make --num-minibatches of >= 2.")
+    envs = make_envs(args.env_id, [(10_000 * args.seed + N * rank + i) % 2**31 for i in range(N)])  # of this rank
     device, run_dir, writer = start_rank(args, rank)
     num_actions, done, scores = int(envs.action_space.n), np.zeros(N, bool), np.zeros(N)
     obs, _ = envs.reset()
@@ -273,11 +273,10 @@ def train(args: Args) -> dict[str, float]:
     on_gpu, capture = device.type == "cuda", args.cudagraphs and device.type == "cuda"
     if args.cudagraphs and not on_gpu and rank == 0:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
-    agent.compile(dynamic=False) if args.compile else None
-    loss_of = torch.compile(ppo_loss) if args.compile else ppo_loss
+    loss_of, agent.forward = (torch.compile(f, dynamic=False) if args.compile else f for f in (ppo_loss, agent.forward))
     model = DistributedDataParallel(agent, gradient_as_bucket_view=True)  # sends the parameters of rank 0 to all
     parameters = list(agent.parameters())
-    if capture or not args.ddp:  # no reductions within a graph: one bucket, of which the gradients are views
+    if one_bucket := capture or not args.ddp:  # a graph cannot reduce: one bucket, the gradients are its views
         model, bucket = agent, torch.zeros(sum(p.numel() for p in parameters), device=device)
         for p, part in zip(parameters, bucket.split([p.numel() for p in parameters])):
             p.grad = part.as_strided(p.shape, p.stride())
@@ -317,18 +316,18 @@ def train(args: Args) -> dict[str, float]:
         policy, gradient, step = (CudaGraphModule(f, warmup=3) for f in (policy, gradient, step))
 
     def update(idx: Tensor, moments: Tensor) -> dict[str, Tensor]:
-        bucket.zero_() if model is agent else optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         losses = gradient(idx, moments)  # DDP averages while it goes back
-        dist.all_reduce(bucket.div_(world_size)) if model is agent else None
+        if one_bucket:
+            dist.all_reduce(bucket.div_(world_size))
         step()
         return losses
 
-    ran = {"device": str(device), "backend": dist.get_backend(), "ddp": model is not agent, "world_size": world_size}
+    ran = {"device": str(device), "backend": dist.get_backend(), "ddp": not one_bucket, "world_size": world_size}
     ran |= {"compile": args.compile, "cudagraphs": capture, "num_envs": N * world_size, "batch_size": iteration_size}
     ran |= {"minibatch_size": minibatch_size * world_size, "num_iterations": num_iterations}
     writer.add_text("ran", json.dumps(ran))  # also what follows from --local-num-envs and the number of ranks
-    total = num_iterations * iteration_size
-    progress = tqdm(total=total, unit="step", desc=args.exp_name, dynamic_ncols=True, disable=rank > 0)
+    progress = tqdm(total=num_iterations * iteration_size, unit="step", desc=args.exp_name, disable=rank > 0)
     last_returns, marks, global_step = deque(maxlen=100), [(time.perf_counter(), 0)], 0
     for iteration in range(num_iterations):
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel: its argmax is a sample
@@ -353,8 +352,8 @@ def train(args: Args) -> dict[str, float]:
         advantage = gae_scan(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
         rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value_buffer}
         rollout |= {"advantage": advantage, "return": advantage + value_buffer, "valid": valid_buffer}
-        for name, x in rollout.items():  # a graph reads fixed addresses: allocate once, then overwrite
-            batch.setdefault(name, torch.empty_like(x.flatten(0, 1))).copy_(x.flatten(0, 1))
+        for name, x in rollout.items():  # a graph reads fixed addresses: those of the first rollout
+            batch.setdefault(name, x.flatten(0, 1)).copy_(x.flatten(0, 1))
         learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         lr.fill_(learning_rate)
         for _ in range(args.update_epochs):
@@ -381,8 +380,9 @@ def train(args: Args) -> dict[str, float]:
         check_equal(parameters, rank)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
 
-    summary = json.dumps({"ran": ran, "metrics": metrics, "args": asdict(args)}, indent=2)
-    (run_dir / "summary.json").write_text(summary) if rank == 0 else None
+    summary = {"ran": ran, "metrics": metrics, "args": asdict(args)}
+    if rank == 0:
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     [resource.close() for resource in (progress, writer, envs)]
     model = policy = gradient = step = None  # graphs and DDP end before the group, or Gloo's threads would live on
     dist.destroy_process_group()
@@ -394,7 +394,7 @@ if __name__ == "__main__":
         train(tyro.cli(Args))
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            print(f"error: rank {os.environ['RANK']} lost the others: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"error: rank {os.environ['RANK']} lost the others:", *str(error).split(), file=sys.stderr)
         else:
             sys.excepthook(*sys.exc_info())
         os._exit(1)  # at once: an orderly end would wait for threads that wait for the others

@@ -295,7 +295,7 @@ def train(args: Args) -> dict[str, float]:
     T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
     minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
     if num_iterations < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
-        fail(f"num_envs * num_steps = {batch_size} must be 2, 3... times --num-minibatches, within --total-timesteps.")
+        fail(f"a rollout's {batch_size} steps exceed --total-timesteps, or do not make --num-minibatches of 2 or more.")
     envs = [make_env(args.env_id, gym.spaces.Box) for _ in range(N)]
     device, run_dir, writer = start_run(args)
     torch.set_num_threads(1)  # matrices this small leave a second core little to do but to be waited for
@@ -373,8 +373,8 @@ def train(args: Args) -> dict[str, float]:
         advantage = gae_scan(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
         rollout = {"obs": all_obs[:T], "action": action, "logprob": logprob, "value": value[:T]}
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
-        for name, x in rollout.items():  # perf[2] a graph reads fixed addresses: allocate once, then overwrite
-            batch.setdefault(name, torch.empty_like(x.flatten(0, 1))).copy_(x.flatten(0, 1))
+        for name, x in rollout.items():  # perf[2] a graph reads fixed addresses: those of the first rollout
+            batch.setdefault(name, x.flatten(0, 1)).copy_(x.flatten(0, 1))
         learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         lr.fill_(learning_rate)  # perf[3]
         for _ in range(args.update_epochs):

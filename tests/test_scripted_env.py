@@ -1,5 +1,6 @@
 """The scripts' own loops on episodes known in advance: what they store, mask, bootstrap and count."""
 
+import envpool
 import numpy as np
 import pytest
 import torch
@@ -167,6 +168,19 @@ def test_groups_of_envs_live_the_same_lives(monkeypatch):
             assert torch.equal(a[key], b[key]), key
         torch.testing.assert_close(a["return"], b["return"], rtol=1e-4, atol=1e-5)
     assert len(recorded[1]) == 2 and recorded[1][0]["obs"].float().std() > 1
+
+
+def test_envpools_time_limit_truncates_a_game_and_resets_a_step_later():
+    script, limit = load(ATARI[0]), 20
+    env = envpool.make("Breakout-v5", env_type="gymnasium", num_envs=1, episodic_life=True, max_episode_steps=limit)
+    env.reset()
+    scores, games = np.zeros(1), []
+    for step in range(1, 2 * limit + 3):
+        _, _, terminated, truncated, info = env.step(np.zeros(1, int))
+        assert truncated[0] == (step in (limit, 2 * limit + 1)) and not terminated[0]
+        games += [(step, game["l"]) for game in script.games_that_end(info, truncated, scores)]
+    assert games == [(limit, limit), (2 * limit + 1, limit)]  # between the games, a row without a reward
+    env.close()
 
 
 def test_envpool_resets_a_step_after_an_end_and_ignores_that_steps_action():
