@@ -56,7 +56,10 @@ case ${1:-} in
   test) exec python -m pytest "${@:2}" ;;
   train)
     [[ -f leanrl/${2:-}.py ]] || die "no script '${2:-}'; there are: $(cd leanrl && echo *.py | sed 's/\.py//g')"
-    [[ $2 == *multigpu ]] && exec python -m torch.distributed.run --standalone --nproc-per-node=2 "leanrl/$2.py" "${@:3}"
+    if [[ $2 == *multigpu ]]; then # one rank a GPU
+      ranks=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
+      exec python -m torch.distributed.run --standalone --nproc-per-node="$ranks" "leanrl/$2.py" "${@:3}"
+    fi
     exec python "leanrl/$2.py" "${@:3}"
     ;;
   compare) exec python benchmark/compare.py "${@:2}" ;;

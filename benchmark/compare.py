@@ -145,15 +145,15 @@ def ratios(results: list[dict], base: list[dict]) -> list[list[float]]:
 def summarise(runs: dict[str, list[dict]]) -> list[dict]:
     """One row a mode. The ratio is to the first mode (eager), taken slice by slice.
 
-    The efficiency of ranks is their speed over as many times that of one rank with the same flags, or else with none.
+    The efficiency of ranks is their speed over as many times that of one rank with the same flags.
     """
     base = next(iter(runs.values()))
     rows = []
     for mode, results in runs.items():
         row = {"mode": mode, "sps": interval([r["rates"] for r in results])}
         row["ratio"] = interval(ratios(results, base))
-        ranks, _, flags = mode.partition(",")
-        alone = runs.get(f"1 rank,{flags}") or runs.get("1 rank") if mode in RANKS else None
+        ranks, comma, flags = mode.partition(",")
+        alone = runs.get(f"1 rank{comma}{flags}") if mode in RANKS else None
         row["efficiency"] = interval(ratios(results, alone))[0] / int(ranks[0]) if alone else None
         for key in (
             "startup_seconds",

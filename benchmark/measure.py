@@ -49,6 +49,7 @@ MORE_MODES = {  # of the scripts that have the flag
 RANKS = {  # of the data-parallel script
     "1 rank": ("", ["--compile"]),
     "2 ranks": ("", ["--compile"]),
+    "1 rank, one bucket": ("", ["--compile", "--no-ddp"]),
     "2 ranks, one bucket": ("", ["--compile", "--no-ddp"]),
     "1 rank, cudagraphs": ("", ["--compile", "--cudagraphs"]),
     "2 ranks, cudagraphs": ("", ["--compile", "--cudagraphs"]),
@@ -315,12 +316,13 @@ def know_graphs(script) -> list:
     return graphs
 
 
-def time_communication(dist, cuda) -> Callable[[], float]:
+def time_communication(script, dist, cuda) -> Callable[[], float]:
     """Times what ranks do together, waiting for slower ranks included; returns what tells the seconds so far.
 
-    On a GPU by events in its stream: waiting on the host would make the run slower than it is.
+    So is what DDP reduces while other gradients are still computed. What overlaps counts once. On a GPU by events in
+    the stream: waiting on the host would make the run slower than it is.
     """
-    spans, spent = [], [0.0]
+    spans, spent, all_reduce = [], [0.0], dist.all_reduce
 
     def now():
         if not cuda.is_available():
@@ -338,15 +340,33 @@ def time_communication(dist, cuda) -> Callable[[], float]:
 
         return call
 
+    def reduce_bucket(_, bucket):  # as DDP does without a hook
+        def end(future):
+            spans.append((start, now()))
+            return future.value()[0]
+
+        start = now()
+        return all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future().then(end)
+
+    class TimedDDP(script.DistributedDataParallel):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.register_comm_hook(None, reduce_bucket)
+
     def seconds() -> float:
         if cuda.is_available():
             cuda.synchronize()
-        spent[0] += sum(b - a if isinstance(a, float) else a.elapsed_time(b) / 1000 for a, b in spans)
+        first, until = spans[0][0] if spans else None, -math.inf
+        since = [[t - first if isinstance(t, float) else first.elapsed_time(t) / 1000 for t in span] for span in spans]
+        for start, end in sorted(since):
+            spent[0] += max(0.0, end - max(start, until))
+            until = max(until, end)
         spans.clear()
         return spent[0]
 
     for name in ("all_reduce", "all_gather_object"):
         setattr(dist, name, timed(getattr(dist, name)))
+    script.DistributedDataParallel = TimedDDP
     return seconds
 
 
@@ -355,7 +375,7 @@ def run_ranks(args: Args) -> dict | None:
     import torch
 
     script = load(args)
-    seconds = time_communication(torch.distributed, torch.cuda)
+    seconds = time_communication(script, torch.distributed, torch.cuda)
     reports, report = [], script.report  # [(seconds, of them in communication)]
 
     def timed_report(*args):
@@ -365,8 +385,7 @@ def run_ranks(args: Args) -> dict | None:
     script.report = timed_report
     result = run_script(args)
     (start, before), (end, after) = reports[script.WARMUP_REPORTS - 1], reports[-1]
-    # DDP communicates from within, while gradients are computed: what it takes cannot be told from here
-    result["communication"] = (after - before) / (end - start) if "," in args.mode else None
+    result["communication"] = (after - before) / (end - start)
     return result if os.environ["RANK"] == "0" else None
 
 

@@ -219,7 +219,7 @@ def scaling_block(folder: str = "cpu") -> str:
     for report in speed_reports(folder):
         for row in report["modes"] if "multigpu" in report["script"] else []:
             ratio, share = row["ratio"][0], row["communication"]
-            shown = "within the gradients" if share is None else f"{100 * share:.0f} %"
+            shown = "-" if share is None else f"{100 * share:.0f} %"
             efficiency = "-" if row["efficiency"] is None else f"{100 * row['efficiency']:.0f} %"
             lines.append(f"| {row['mode']} | {row['sps'][0]:,.0f} | {ratio:.2f} | {efficiency} | {shown} |")
     return "\n".join(lines)

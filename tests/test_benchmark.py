@@ -3,11 +3,15 @@
 import json
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import ROOT, SCRIPTS
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import ablate  # noqa: E402
@@ -77,11 +81,11 @@ def test_summary_pairs_the_slices():
 
 
 def test_efficiency_is_that_of_adding_ranks_not_of_flags():
-    runs = {"1 rank": 100.0, "2 ranks": 150.0, "2 ranks, one bucket": 180.0}
+    runs = {"1 rank": 100.0, "2 ranks": 150.0, "1 rank, one bucket": 90.0, "2 ranks, one bucket": 162.0}
     runs |= {"1 rank, cudagraphs": 200.0, "2 ranks, cudagraphs": 300.0}
     rows = compare.summarise({mode: [{"rates": [rate]}] for mode, rate in runs.items()})
-    assert [row["efficiency"] for row in rows] == [1, 0.75, 0.9, 1, 0.75]
-    assert [row["ratio"][0] for row in rows] == [1, 1.5, 1.8, 2, 3]
+    assert [row["efficiency"] for row in rows] == [1, 0.75, 1, 0.9, 1, 0.75]
+    assert [row["ratio"][0] for row in rows] == [1, 1.5, 0.9, 1.62, 2, 3]
     (alone,) = compare.summarise({"2 ranks": [{"rates": [1.0]}]})
     assert alone["efficiency"] is None
     (eager,) = compare.summarise({"eager": [{"rates": [1.0]}]})
@@ -96,14 +100,34 @@ def test_communication_is_what_ranks_do_together(monkeypatch):
         return args
 
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    dist = SimpleNamespace(all_reduce=collective, all_gather_object=collective, barrier=collective)
-    seconds = measure.time_communication(dist, SimpleNamespace(is_available=lambda: False))
-    assert dist.all_reduce(1, 2) == (1, 2)
+    group = SimpleNamespace(all_reduce=collective, all_gather_object=collective, barrier=collective)
+    script = SimpleNamespace(DistributedDataParallel=object)
+    seconds = measure.time_communication(script, group, SimpleNamespace(is_available=lambda: False))
+    assert group.all_reduce(1, 2) == (1, 2)
     clock[0] += 5
-    dist.barrier()
+    group.barrier()
     assert seconds() == 2
-    dist.all_gather_object()
+    group.all_gather_object()
     assert seconds() == 4
+
+
+def test_communication_within_ddp_counts_and_changes_no_gradient(monkeypatch, own_folder):
+    for name in ("all_reduce", "all_gather_object"):
+        monkeypatch.setattr(dist, name, getattr(dist, name))  # to be undone
+    dist.init_process_group("gloo", init_method=f"file://{own_folder}/ranks", rank=0, world_size=1)
+    try:
+        script = SimpleNamespace(DistributedDataParallel=DistributedDataParallel)
+        seconds = measure.time_communication(script, dist, torch.cuda)
+        layer = torch.nn.Linear(4, 3)
+        model = script.DistributedDataParallel(layer)
+        assert seconds() == 0
+        before = time.perf_counter()
+        model(torch.ones(2, 4)).sum().backward()
+        assert 0 < seconds() < time.perf_counter() - before
+        assert (layer.weight.grad == 2).all()
+    finally:
+        model = None
+        dist.destroy_process_group()
 
 
 CHILD = """
