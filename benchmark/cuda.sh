@@ -17,19 +17,19 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader ||
 gpu=$(nvidia-smi -L 2>/dev/null | head -1 || true)
 python3 -c 'import torch, tensordict, gymnasium, sys; print(sys.version.split()[0], torch.__version__, tensordict.__version__, gymnasium.__version__)'
 
-check() { # check PART FILE: what needs a GPU where there is one; a failure does not keep the rest from being measured
+failed=0 # a part that fails does not keep the rest from being measured
+check() { # check PART FILE: what needs a GPU where there is one
   wanted "$1" || return 0
   timeout 560 python3 -m pytest "tests/$2" ${gpu:+-m cuda} -q --show-capture=no -p no:cacheprovider 2>&1 |
     tee "$out/$1.log" || { echo "FAILED: $1" | tee -a "$out/$1.log" && failed=1; }
 }
-failed=0
 check tests test_cuda.py
 check learning test_learning.py
 
 speed() { # speed SCRIPT STEPS [FLAGS OF compare.py]
   wanted "$1" || return 0
   timeout 240 python3 benchmark/compare.py "$1" --steps "$2" --no-peers --pairs 1 --slices 1 --out "$out" "${@:3}" 2>"$out/progress.log" ||
-    { tail -c 2000 "$out/progress.log" && exit 1; }
+    { echo "FAILED: $1" && tail -c 2000 "$out/progress.log" && failed=1; }
 }
 # Off-policy, learning starts after 1,000 steps.
 speed ppo_continuous_action 16384

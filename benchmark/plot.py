@@ -73,7 +73,7 @@ def curves(path: Path):
     figure, panels = plt.subplots(len(panels_of), 2, figsize=(9, 2.6 * len(panels_of)), squeeze=False)
     for (left, right), ((script, env_id), runs) in zip(panels, panels_of.items(), strict=True):
         for mode, rows in runs:
-            color = "#c05621" if mode == "eager" else OURS
+            color = {"eager": "#c05621", "compile+bf16": "#2f855a"}.get(mode, OURS)
             for i, seed in enumerate(dict.fromkeys(row["seed"] for row in rows)):
                 own = [row for row in rows if row["seed"] == seed]
                 returns, label = [float(row["episodic_return"]) for row in own], mode if i == 0 else None
@@ -160,7 +160,7 @@ def best_block(folder: str = "cpu") -> str:
         finals = [
             f"{env}{f' at {int(steps):,} steps' if ' at ' in published else ''} {mean} ({published or 'none'})"
             for script, env, steps, mode, _, mean, published in return_rows()
-            if script == report["script"] and mode != "eager"
+            if script == report["script"] and mode in ("compile", "compile+cudagraphs")  # which compute the same
         ]
         lines.append(
             f"| {report['script']} | {report['env_id']} | {rows['eager']['sps'][0]:,.0f} | **{ours['sps'][0]:,.0f}** "
@@ -169,24 +169,28 @@ def best_block(folder: str = "cpu") -> str:
     return "\n".join(lines)
 
 
+def mean_std(mean: float, std: float | None) -> str:
+    """With a decimal below 100."""
+    decimals = int(abs(mean) < 100)
+    return f"{mean:,.{decimals}f}" + ("" if std is None else f" ± {std:,.{decimals}f}")
+
+
 def return_rows() -> list[tuple]:
     """(script, env_id, steps, mode, seeds, mean ± std, published) for each group of recorded runs."""
     import numpy as np
 
     published = read_csv(ROOT / "benchmark" / "published.csv")
-    theirs = {
-        (p["script"], p["env_id"]): (p["steps"], f"{float(p['mean']):,.0f} ± {float(p['std']):,.0f}") for p in published
-    }
+    theirs = {(p["script"], p["env_id"]): (p["steps"], mean_std(float(p["mean"]), float(p["std"]))) for p in published}
     groups = defaultdict(dict)
     for run in read_csv(RESULTS / "returns.csv"):
         groups[run["script"], run["env_id"], run["steps"], run["mode"]][run["seed"]] = float(run["episodic_return"])
     rows = []
     for (script, env_id, steps, mode), returns in groups.items():
         values = np.array(list(returns.values()))
-        spread = f" ± {values.std(ddof=1):,.0f}" if len(values) > 1 else ""
+        shown = mean_std(values.mean(), values.std(ddof=1) if len(values) > 1 else None)
         after, beside = theirs.get((script, env_id), (steps, ""))
         beside += f" at {int(after):,}" if beside and after != steps else ""
-        rows.append((script, env_id, steps, mode, " ".join(returns), f"{values.mean():,.0f}{spread}", beside))
+        rows.append((script, env_id, steps, mode, " ".join(returns), shown, beside))
     return rows
 
 

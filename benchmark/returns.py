@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 from compare import machine
-from measure import ROOT, modes
+from measure import RANKS, ROOT, modes
 from plot import RESULTS, read_csv, returns_block
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -68,7 +68,8 @@ def learning_curve(run_dir: Path, total_timesteps: int) -> list[dict]:
 def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
     """Trains in a fresh process and records the outcome."""
     suffix, flags = modes(script)[mode]
-    command = [sys.executable, "-W", "ignore", ROOT / "leanrl" / f"{script}{suffix}.py", *flags]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mode[0]}"] if mode in RANKS else []
+    command = [sys.executable, "-W", "ignore", *launch, ROOT / "leanrl" / f"{script}{suffix}.py", *flags]
     command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([str(part) for part in command], cwd=folder, check=True)
