@@ -53,7 +53,7 @@ install core requirements-dev.txt
 export PATH=$PWD/.venv/bin:$PATH
 case ${1:-} in
   '') exec python benchmark/compare.py ppo_continuous_action --no-peers ;;
-  test) exec python -m pytest "${@:2}" ;;
+  test) OMP_NUM_THREADS=1 exec python -m pytest -n 2 --dist worksteal "${@:2}" ;; # two at once, of one thread each
   train)
     [[ -f leanrl/${2:-}.py ]] || die "no script '${2:-}'; there are: $(cd leanrl && echo *.py | sed 's/\.py//g')"
     if [[ $2 == *multigpu ]]; then # one rank a GPU

@@ -130,11 +130,12 @@ def measure(*runs: Run) -> list[dict]:
 
 def interval(turns: list[list[float]]) -> list[float]:
     """Median and its 95 % bootstrap interval, [median, low, high], where turns and what is in them are drawn anew."""
-    rng, medians = np.random.default_rng(0), []
-    for _ in range(2_000):
-        drawn = [turns[i] for i in rng.integers(len(turns), size=len(turns))]
-        medians.append(np.median(np.concatenate([rng.choice(turn, len(turn)) for turn in drawn])))
-    return [float(np.median(np.concatenate(turns))), *np.quantile(medians, [0.025, 0.975]).tolist()]
+    rng, counts = np.random.default_rng(0), np.array([len(turn) for turn in turns])
+    values = np.array([turn + [np.nan] * (counts.max() - len(turn)) for turn in turns])
+    turn = rng.integers(len(turns), size=(2_000, len(turns), 1))
+    drawn = values[turn, rng.integers(counts[turn], size=(*turn.shape[:2], counts.max()))]
+    medians = np.nanmedian(np.where(np.arange(counts.max()) < counts[turn], drawn, np.nan), axis=(1, 2))
+    return [float(np.nanmedian(values)), *np.quantile(medians, [0.025, 0.975]).tolist()]
 
 
 def ratios(results: list[dict], base: list[dict]) -> list[list[float]]:
