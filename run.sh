@@ -56,11 +56,9 @@ case ${1:-} in
   test) OMP_NUM_THREADS=1 exec python -m pytest -n 2 --dist worksteal "${@:2}" ;; # two at once, of one thread each
   train)
     [[ -f leanrl/${2:-}.py ]] || die "no script '${2:-}'; there are: $(cd leanrl && echo *.py | sed 's/\.py//g')"
-    if [[ $2 == *multigpu ]]; then # one rank a GPU
-      ranks=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
-      exec python -m torch.distributed.run --standalone --nproc-per-node="$ranks" "leanrl/$2.py" "${@:3}"
-    fi
-    exec python "leanrl/$2.py" "${@:3}"
+    ranks='import torch; print("--standalone", "--nproc-per-node", torch.cuda.device_count() or 2)'
+    [[ $2 == *multigpu ]] && launch="-m torch.distributed.run $(python -c "$ranks")"
+    exec python ${launch:-} "leanrl/$2.py" "${@:3}"
     ;;
   compare) exec python benchmark/compare.py "${@:2}" ;;
   sweep)
@@ -74,9 +72,8 @@ case ${1:-} in
       python benchmark/returns.py $script --total-timesteps 200000 --mode eager --seeds 1
     done
     python benchmark/returns.py td3_continuous_action --total-timesteps 200000 --mode eager --seeds 2
-    for mode in eager compile+bf16; do
-      python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 500000 --mode $mode --seeds 1
-    done
+    python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1
+    python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --mode eager
     python benchmark/returns.py dqn --env-ids CartPole-v1 --seeds 1 2 3 4 5 6 7 8 9 10 --total-timesteps 500000
     exec python benchmark/plot.py
     ;;
