@@ -19,7 +19,7 @@ die() {
   exit 1
 }
 
-python=${PYTHON:-python3} log=.venv/setup.log
+python=${PYTHON:-python3} log=.venv/setup.log launch=
 
 check_machine() { # one sentence for each thing that is missing, before anything is downloaded
   command -v "$python" >/dev/null || die "no $python found; install Python 3.11 or newer, or set PYTHON to one."
@@ -58,7 +58,7 @@ case ${1:-} in
     [[ -f leanrl/${2:-}.py ]] || die "no script '${2:-}'; there are: $(cd leanrl && echo *.py | sed 's/\.py//g')"
     ranks='import torch; print("--standalone", "--nproc-per-node", torch.cuda.device_count() or 2)'
     [[ $2 == *multigpu ]] && launch="-m torch.distributed.run $(python -c "$ranks")"
-    exec python ${launch:-} "leanrl/$2.py" "${@:3}"
+    exec python $launch "leanrl/$2.py" "${@:3}"
     ;;
   compare) exec python benchmark/compare.py "${@:2}" ;;
   sweep)
