@@ -322,7 +322,7 @@ def time_communication(script, dist, cuda) -> Callable[[], float]:
     So is what DDP reduces while other gradients are still computed. What overlaps counts once. On a GPU by events in
     the stream: waiting on the host would make the run slower than it is.
     """
-    spans, spent, all_reduce = [], [0.0], dist.all_reduce
+    spans, spent = [], [0.0]
 
     def now():
         if not cuda.is_available():
@@ -340,13 +340,13 @@ def time_communication(script, dist, cuda) -> Callable[[], float]:
 
         return call
 
-    def reduce_bucket(_, bucket):  # as DDP does without a hook
+    def reduce_bucket(group, bucket):
         def end(future):
             spans.append((start, now()))
-            return future.value()[0]
+            return future.value()
 
         start = now()
-        return all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future().then(end)
+        return allreduce_hook(group, bucket).then(end)
 
     class TimedDDP(script.DistributedDataParallel):
         def __init__(self, *args, **kwargs):
@@ -363,6 +363,8 @@ def time_communication(script, dist, cuda) -> Callable[[], float]:
             until = max(until, end)
         spans.clear()
         return spent[0]
+
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     for name in ("all_reduce", "all_gather_object"):
         setattr(dist, name, timed(getattr(dist, name)))

@@ -45,10 +45,10 @@ def bars(reports: list[dict], path: Path):
             )
         panel.invert_yaxis()
         panel.set_xlim(0, max(row["sps"][2] for row in report["modes"]) * 1.2)
+        where = report["machine"]
         panel.set_title(f"{report['script']}, {report['env_id']}: steps/s", loc="left", fontsize=10)
+        panel.set_title(f"{where['gpu'] or where['cpu']}, {where['cores']} cores", loc="right", fontsize=7)
         panel.spines[["top", "right"]].set_visible(False)
-    where = reports[0]["machine"]
-    figure.supxlabel(f"{where['gpu'] or where['cpu']}, {where['cores']} cores, torch {where['torch']}", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,7 +1,6 @@
 """Trains seeds to the end and records their learning curves.
 
     python benchmark/returns.py ppo_continuous_action --env-ids HalfCheetah-v4 Hopper-v4 --seeds 1 2 3 --mode compile
-    python benchmark/returns.py --table          # the recorded returns beside the published ones, as Markdown
 
 Each run appends one row to results/returns.csv (the mean return of its last 100 training episodes) and its curve, in
 100 bins, to results/curves/SCRIPT__ENV__MODE.csv. A run that is recorded already is not repeated: an interrupted
@@ -34,7 +33,6 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     mode: str = "compile"  # as in compare.py
     total_timesteps: int = 1_000_000
-    table: bool = False  # print the table of what is recorded, and stop
 
 
 def append_csv(path: Path, rows: list[dict]):
@@ -103,7 +101,7 @@ def main(args: Args):
         for seed in args.seeds:
             if commit := done.get((args.script, env_id, args.mode, str(seed), str(args.total_timesteps))):
                 print(f"recorded already: {args.script} {env_id} {args.mode} seed {seed}, at commit {commit}")
-            elif not args.table:
+            else:
                 run(args.script, env_id, seed, args.mode, args.total_timesteps)
     print(returns_block())
 

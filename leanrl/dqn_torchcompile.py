@@ -167,7 +167,7 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     return (weight * (q - target) ** 2).sum(-1)
 
 
-# perf[12] keep all parameters in one vector: norm, Adam and the checks before a call meet one tensor
+# perf[12] keep all parameters in one vector: Adam and the checks before a call meet one tensor
 def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     """The parameters by name, as views of their vector (P,)."""
     return {k: x.view(s) for (k, s), x in zip(shapes.items(), flat.split([s.numel() for s in shapes.values()]))}
@@ -263,17 +263,17 @@ def train(args: Args) -> dict[str, float]:
     nn.utils.vector_to_parameters(flat, q_network.parameters())  # from here on they are views of it
     target_flat, shapes = copy.deepcopy(flat), {name: p.shape for name, p in q_network.named_parameters()}
     adam_state = [torch.zeros_like(flat)], [torch.zeros_like(flat)], torch.full((), 0, device=device)
-    lr = torch.full((), args.learning_rate, device=device)
+    lr = torch.full((), args.learning_rate, device=device)  # perf[3]
     # perf[14] act on the host in NumPy, many times faster on single rows; a GPU sends the parameters after each update
     host_flat = torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat) if on_gpu else flat
     start = int(actions.start)
     w1, b1, w2, b2, w3, b3 = (p.numpy().T for p in unflatten(host_flat, shapes).values())
 
     def act() -> np.ndarray:
-        hidden = np.maximum(obs @ w1 + b1, 0)
+        hidden = np.maximum(obs @ w1 + b1, 0)  # perf[14]
         return (np.maximum(hidden @ w2 + b2, 0) @ w3 + b3).argmax(-1) + actions.start
 
-    def insert(new_rows: Tensor):
+    def insert(new_rows: Tensor):  # perf[4]
         ring.index_copy_(0, (newest + offsets) % len(ring), new_rows)
         newest.add_(K)
 
@@ -299,7 +299,7 @@ def train(args: Args) -> dict[str, float]:
             host_flat.copy_(flat, non_blocking=True)
         return losses
 
-    if args.compile:
+    if args.compile:  # perf[1]
         options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # perf[17] C++ glue, torch's generator
         learn = torch.compile(learn, fullgraph=True, options=options)
     if args.cudagraphs and on_gpu:  # perf[2] record the launches once, replay them with one call

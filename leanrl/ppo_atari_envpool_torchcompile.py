@@ -238,7 +238,7 @@ def report(losses: dict, last_returns: deque, marks: list, global_step: int, wri
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
     for name, value in vars(args).items():
-        least = int(type(value) is int and name not in ("seed", "learning_starts"))
+        least = int(type(value) is int and name != "seed")
         if type(value) in (int, float) and not value >= least:
             fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
     T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
@@ -299,7 +299,7 @@ def train(args: Args) -> dict[str, float]:
         adam_(params.values(), [grad * scale for grad in grads.values()], *adam_state, lr, eps=1e-5)
         return losses
 
-    if args.compile:
+    if args.compile:  # perf[1]
         options = {"cpp_wrapper": device.type == "cpu"}  # perf[17] no Python between the kernels
         policy, update = (torch.compile(f, fullgraph=True, options=options) for f in (policy, update))
 
@@ -318,7 +318,7 @@ def train(args: Args) -> dict[str, float]:
     for iteration in range(num_iterations):
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel: its argmax is a sample
         for k in range(T * G + G - 1):  # perf[10] act for one group, then receive what the other has done meanwhile
-            # act
+            # act; perf[7] copies that do not wait, then one sync
             if k < T * G:
                 t, rows = k // G, groups[k % G]
                 obs_buffer[t, rows].copy_(obs[rows], non_blocking=True)
@@ -326,12 +326,12 @@ def train(args: Args) -> dict[str, float]:
                 action_buffer[t, rows], logprob_buffer[t, rows], value_buffer[t, rows] = decision
                 env_action[rows].copy_(action_buffer[t, rows], non_blocking=True)
                 if on_gpu:
-                    torch.cuda.current_stream().synchronize()  # the one sync of a step
+                    torch.cuda.current_stream().synchronize()
                 pools[k % G].send(env_action[rows].numpy())
             if k + 1 < G:
                 continue
 
-            # step and store
+            # step and store; perf[10] the other group
             t, rows = (k + 1) // G - 1, groups[(k + 1) % G]
             valid, global_step = ~done[rows], global_step + size
             obs.numpy()[rows], reward, terminated, truncated, info = pools[(k + 1) % G].recv()
@@ -355,7 +355,7 @@ def train(args: Args) -> dict[str, float]:
         learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         lr.fill_(learning_rate)  # perf[3]
         for _ in range(args.update_epochs):
-            losses = update_epoch(torch.randperm(batch_size, device=device))  # perf[1]
+            losses = update_epoch(torch.randperm(batch_size, device=device))  # perf[2]
             if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                 break
 

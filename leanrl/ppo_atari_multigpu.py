@@ -252,7 +252,7 @@ def report(losses: dict, last_returns: deque, marks: list, global_step: int, wri
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
     for name, value in vars(args).items():
-        least = int(type(value) is int and name not in ("seed", "learning_starts"))
+        least = int(type(value) is int and name != "seed")
         if type(value) in (int, float) and not value >= least:
             fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():

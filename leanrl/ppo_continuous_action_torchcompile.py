@@ -289,7 +289,7 @@ def report(losses: dict, last_returns: deque, marks: list, global_step: int, wri
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
     for name, value in vars(args).items():
-        least = int(type(value) is int and name not in ("seed", "learning_starts"))
+        least = int(type(value) is int and name != "seed")
         if type(value) in (int, float) and not value >= least:
             fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
     T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
@@ -344,11 +344,11 @@ def train(args: Args) -> dict[str, float]:
         noise = torch.randn(T, N, action_dim, device=device)
         exploration = (agent.actor_logstd.exp() * noise).cpu().numpy()  # perf[9]
         for t in range(T):
-            # act
+            # act; perf[7] the copies in act() do not wait: one sync
             obs_buffer[t] = obs
             act()
             if on_gpu:
-                torch.cuda.current_stream().synchronize()  # the one sync of a step
+                torch.cuda.current_stream().synchronize()
             env_action = (mean.numpy() + exploration[t]).reshape(N, *actions.shape).clip(actions.low, actions.high)
 
             # step and store
@@ -378,7 +378,7 @@ def train(args: Args) -> dict[str, float]:
         learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         lr.fill_(learning_rate)  # perf[3]
         for _ in range(args.update_epochs):
-            losses = update_epoch(torch.randperm(batch_size, device=device))  # perf[1]
+            losses = update_epoch(torch.randperm(batch_size, device=device))  # perf[2]
             if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                 break
 

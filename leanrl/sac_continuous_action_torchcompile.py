@@ -64,7 +64,7 @@ class Args:
     alpha: float = 0.2  # weight of the entropy (temperature), with --no-autotune
     autotune: bool = True  # learn the temperature
 
-    compile: bool = False  # perf[1] compile the update
+    compile: bool = False  # perf[1] compile the policy and the updates
     cudagraphs: bool = False  # perf[2] capture the policy and the update as CUDA graphs
 
     track: bool = False  # log to Weights & Biases too
@@ -276,7 +276,7 @@ def train(args: Args) -> dict[str, float]:
         ([torch.zeros_like(p) for p in net], [torch.zeros_like(p) for p in net], torch.full((), 0, device=device))
         for net in (actor_params.values(), critics.values(), [log_alpha])
     )
-    policy_lr, q_lr = (torch.full((), lr, device=device) for lr in (args.policy_lr, args.q_lr))
+    policy_lr, q_lr = (torch.full((), lr, device=device) for lr in (args.policy_lr, args.q_lr))  # perf[3]
 
     def call_critics(params: dict, obs: Tensor, action: Tensor) -> Tensor:  # -> (2, B); perf[5]
         return vmap(lambda params: functional_call(critic, params, (obs, action)))(params)
@@ -347,7 +347,7 @@ def train(args: Args) -> dict[str, float]:
         action = low + (high - low) * torch.rand(N, len(low), device=device)
         host_action.copy_(action.clamp(low, high), non_blocking=True)
 
-    if args.compile:
+    if args.compile:  # perf[1]
         options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # perf[17] C++ glue, torch's generator
         compiled = (torch.compile(f, fullgraph=True, options=options) for f in (policy, update, update_with_actor))
         policy, update, update_with_actor = compiled

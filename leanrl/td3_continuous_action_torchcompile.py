@@ -62,7 +62,7 @@ class Args:
     learning_starts: int = 25_000  # env steps of random actions before the first update
     policy_frequency: int = 2  # updates of the critics for each of the actor and the targets
 
-    compile: bool = False  # perf[1] compile the update
+    compile: bool = False  # perf[1] compile the policy and the updates
     cudagraphs: bool = False  # perf[2] capture the policy and the update as CUDA graphs
 
     track: bool = False  # log to Weights & Biases too
@@ -273,7 +273,7 @@ def train(args: Args) -> dict[str, float]:
         ([torch.zeros_like(p) for p in net], [torch.zeros_like(p) for p in net], torch.full((), 0, device=device))
         for net in (actor_params.values(), critics.values())
     )
-    lr = torch.full((), args.learning_rate, device=device)
+    lr = torch.full((), args.learning_rate, device=device)  # perf[3]
 
     def call_critics(params: dict, obs: Tensor, action: Tensor) -> Tensor:  # -> (2, B); perf[5]
         return vmap(lambda params: functional_call(critic, params, (obs, action)))(params)
@@ -337,7 +337,7 @@ def train(args: Args) -> dict[str, float]:
         action = low + (high - low) * torch.rand(N, len(low), device=device)
         host_action.copy_(action.clamp(low, high), non_blocking=True)
 
-    if args.compile:
+    if args.compile:  # perf[1]
         options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # perf[17] C++ glue, torch's generator
         compiled = (torch.compile(f, fullgraph=True, options=options) for f in (policy, update, update_with_actor))
         policy, update, update_with_actor = compiled

@@ -35,6 +35,8 @@ def test_each_hunk_names_its_trick(eager, twin):
         tags = set(re.findall(r"perf\[\d+\]", added))
         assert tags, f"no perf[n] in this hunk of {twin}:\n{hunk}"
         assert tags <= headings, f"{tags - headings} have no heading in docs/performance.md"
+        for run in re.findall(r"(?:^\+.*\n){4,}", hunk + "\n", re.M):
+            assert "perf[" in run, f"no perf[n] in these lines of {twin}:\n{run}"
 
 
 @pytest.mark.parametrize(("eager", "twin"), TWINS)
