@@ -204,7 +204,7 @@ ABLATIONS["dqn"] = {
         "compile",
         (
             (
-                "        hidden = np.maximum(obs @ w1 + b1, 0)\n"
+                "        hidden = np.maximum(obs @ w1 + b1, 0)  # perf[14]\n"
                 "        return (np.maximum(hidden @ w2 + b2, 0) @ w3 + b3).argmax(-1) + actions.start\n",
                 "        params = unflatten(flat, shapes)\n"
                 "        q = functional_call(q_network, params, torch.as_tensor(obs))\n"
