@@ -87,6 +87,8 @@ def test_64_updates_draw_64_batches_and_64_steps_64_actions(monkeypatch, twin, m
 
     For networks never change, the ring is full, and all that is seen of a row is which it is.
     """
+    if (device, mode) == ("cpu", "compile+cudagraphs") and "sac" in twin:
+        pytest.skip("TD3's rows and noise are drawn by the same code")
     script, losses = load(twin), []
     new = "obs, after, reward, terminated, valid = 0 * obs, 0 * after, draw.float(), draw * 0.0, draw * 0.0 + 1"
     rewrite_sample(monkeypatch, twin, "reward, terminated, valid = after[:, -3:].unbind(-1)", new)
