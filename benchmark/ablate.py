@@ -240,8 +240,6 @@ HALVE = """
 KEEP = "    import ctypes; libc = ctypes.CDLL(None); libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)\n"
 ABLATIONS["ppo_atari_envpool"] = {
     "without perf[1]: no compilation": ("twin", ()),
-    "with perf[10]: two groups of envs": ("compile+groups", ()),
-    "with perf[11]: bfloat16": ("compile+bf16", ()),
     "without perf[11]: channels first": (
         "compile",
         (
@@ -252,6 +250,10 @@ ABLATIONS["ppo_atari_envpool"] = {
     ),
     "without perf[15]: freed memory goes back to the system": ("compile", (('"mallopt")', '"no such")'),)),
     "without perf[16]: idle threads spin": ("compile", (('"OMP_WAIT_POLICY"', '"NO_SUCH"'),)),
+    "tried: idle threads spin, but a thousand times only": (
+        "compile",
+        (('"OMP_WAIT_POLICY", "passive"', '"GOMP_SPINCOUNT", "1000"'),),
+    ),
     "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
     "with the policy step not compiled": ("compile", ((COMPILED, COMPILED.replace("policy", "_")),)),
     "without perf[17]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),

@@ -149,6 +149,19 @@ def test_actions_are_drawn_from_the_policy(monkeypatch, name):
     assert (actions[2:] == actions[:-2]).float().mean() < 0.7  # 0.51 expected; the noise of a step is its own
 
 
+@pytest.mark.parametrize("name", ATARI)
+def test_the_entropy_is_that_of_the_rows_that_count(monkeypatch, name):
+    """The logits depend on the step, so that the rows in which an env only resets would change it."""
+    agent = load(name).AtariAgent
+    forward, logit = agent.forward, torch.tensor([1.0, 0, 0, 0])
+    known = lambda self, x: (forward(self, x)[0] * 0 + x[:, 0, 0, 2:3] * logit, x[:, 0, 0, 0])  # noqa: E731
+    monkeypatch.setattr(agent, "forward", known)
+    _, (batch,), run = record(monkeypatch, name, num_envs=2, num_steps=7, total_timesteps=14)
+    entropy = torch.distributions.Categorical(logits=batch["obs"][:, 0, 0, 2:3] * logit).entropy()
+    assert run.metrics["entropy"] == pytest.approx(entropy[batch["valid"] > 0].mean().item(), rel=1e-5)
+    assert run.metrics["entropy"] != pytest.approx(entropy.mean().item(), rel=1e-2)
+
+
 def test_groups_of_envs_live_the_same_lives(monkeypatch):
     """Real games: each env's rows are the same, whether its group is all of the envs or half of them."""
     script, recorded = load(ATARI[1]), {1: [], 2: []}
