@@ -270,8 +270,8 @@ def train(args: Args) -> dict[str, float]:
     torch.manual_seed(args.seed)
     agent = AtariAgent(num_actions).to(device, memory_format=torch.channels_last)
     torch.manual_seed(10_000 * args.seed + rank)  # but every rank draws noise and minibatches of its own
-    on_gpu, capture = device.type == "cuda", args.cudagraphs and device.type == "cuda"
-    if args.cudagraphs and not on_gpu and rank == 0:
+    capture = args.cudagraphs and device.type == "cuda"
+    if args.cudagraphs and not capture and rank == 0:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
     loss_of, agent.forward = (torch.compile(f, dynamic=False) if args.compile else f for f in (ppo_loss, agent.forward))
     model = DistributedDataParallel(agent, gradient_as_bucket_view=True)  # sends the parameters of rank 0 to all
@@ -281,7 +281,7 @@ def train(args: Args) -> dict[str, float]:
         for p, part in zip(parameters, bucket.split([p.numel() for p in parameters])):
             p.grad = part.as_strided(p.shape, p.stride())
     lr = torch.tensor(args.learning_rate, device=device)
-    optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True, capturable=on_gpu)
+    optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True, capturable=capture)
     obs_buffer = torch.zeros(T, *obs.shape, dtype=torch.uint8, device=device)
     action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
     logprob_buffer, value_buffer = torch.zeros(2, T, N, device=device)

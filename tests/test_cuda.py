@@ -227,9 +227,9 @@ def update_on(device: str, compiled: bool):
 @contextlib.contextmanager
 def no_synchronisation(device: str):
     """Raises at the first operation that makes the host wait for the GPU."""
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
     try:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         if device == "cuda":
