@@ -221,12 +221,10 @@ def scaling_block(folder: str = "cpu") -> str:
     """Markdown: what more ranks bring, and the part of the time that reductions over them take."""
     lines = ["| ranks | steps/s | relative to one rank | efficiency | in reductions |", "|---|---|---|---|---|"]
     for report in speed_reports(folder):
-        names = {row["mode"] for row in report["modes"]}
         for row in report["modes"] if "multigpu" in report["script"] else []:
             ratio, share = row["ratio"][0], row["communication"]
             shown = "-" if share is None else f"{100 * share:.0f} %"
-            alone = row["mode"].replace("2 ranks", "1 rank") in names  # older results divide by other flags
-            efficiency = f"{100 * row['efficiency']:.0f} %" if alone and row["efficiency"] else "-"
+            efficiency = "-" if row["efficiency"] is None else f"{100 * row['efficiency']:.0f} %"
             lines.append(f"| {row['mode']} | {row['sps'][0]:,.0f} | {ratio:.2f} | {efficiency} | {shown} |")
     return "\n".join(lines)
 
