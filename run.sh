@@ -14,10 +14,7 @@ usage() {
 END
 }
 
-die() {
-  echo "error: $*" >&2
-  exit 1
-}
+die() { echo "error: $*" >&2 && exit 1; }
 
 python=${PYTHON:-python3} log=.venv/setup.log launch=
 
@@ -72,8 +69,9 @@ case ${1:-} in
       python benchmark/returns.py $script --total-timesteps 200000 --mode eager --seeds 1
     done
     python benchmark/returns.py td3_continuous_action --total-timesteps 200000 --mode eager --seeds 2
-    python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1
     python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --mode eager
+    python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1
+    python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --mode compile+bf16
     python benchmark/returns.py dqn --env-ids CartPole-v1 --seeds 1 2 3 4 5 6 7 8 9 10 --total-timesteps 500000
     exec python benchmark/plot.py
     ;;

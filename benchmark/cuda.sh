@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Proves and measures the GPU side on a CUDA machine without network: checks first, then speed, some 2 minutes a part.
+# Proves and measures the GPU side on a CUDA machine without network: checks first, then speed, minutes each.
 #
 #   bash benchmark/cuda.sh OUT            # PYTHONPATH holds what requirements/ lists, besides torch >= 2.11 and pytest
-#   bash benchmark/cuda.sh OUT tests dqn  # some parts only: tests, learning, or a script's name
+#   bash benchmark/cuda.sh OUT tests dqn  # some parts only: tests, learning, ranks (two GPUs), or a script's name
 #
-# Leaves OUT/tests.log, OUT/learning.log, OUT/SCRIPT.json and OUT/SCRIPT.png, and prints the tables last.
+# Leaves OUT/tests.log, OUT/learning.log, OUT/ranks.log, OUT/SCRIPT.json and OUT/SCRIPT.png, and prints the tables last.
 set -euo pipefail
 out=$(realpath -m "${1:?usage: cuda.sh OUT [PART...]}")
 parts=" ${*:2} "
@@ -26,10 +26,11 @@ check() { # check PART FILE: what needs a GPU where there is one
 }
 check tests test_cuda.py
 check learning test_learning.py
+check ranks test_multigpu.py # all skipped on one GPU
 
 speed() { # speed SCRIPT STEPS [FLAGS OF compare.py]
   wanted "$1" || return 0
-  timeout 240 python3 benchmark/compare.py "$1" --steps "$2" --no-peers --pairs 1 --slices 1 --out "$out" "${@:3}" 2>"$out/progress.log" ||
+  timeout 480 python3 benchmark/compare.py "$1" --steps "$2" --no-peers --pairs 1 --slices 1 --out "$out" "${@:3}" 2>"$out/progress.log" ||
     { echo "FAILED: $1" && tail -c 2000 "$out/progress.log" && failed=1; }
 }
 # Off-policy, learning starts after 1,000 steps.
@@ -37,7 +38,11 @@ speed ppo_continuous_action 16384
 speed td3_continuous_action 5000
 speed sac_continuous_action 4000
 speed dqn 40000
-modes=(eager compile) && [[ $gpu ]] && modes=(eager compile+cudagraphs{,+groups,+groups+bf16})
-speed ppo_atari_envpool 32768 --modes "${modes[@]}"
-speed ppo_atari_multigpu 16384
+if [[ $gpu ]]; then
+  speed ppo_atari_envpool 32768 --modes eager compile+cudagraphs{,+groups,+groups+bf16}
+  speed ppo_atari_multigpu 16384
+else
+  speed ppo_atari_envpool 8192 --modes eager compile
+  speed ppo_atari_multigpu 8192 --modes "1 rank" "2 ranks"
+fi
 exit $failed

@@ -120,7 +120,7 @@ def speed_block(folder: str = "cpu") -> str:
         lines += [
             f"`{report['script']}` on {report['env_id']}, {report['steps']:,} steps a run, "
             f"{turns(report['modes'][0])} ({where['gpu'] or where['cpu']}, {where['cores']} cores, "
-            f"torch {where['torch']}, {where['date']}):",
+            f"torch {where['torch']}, {where['date']}, commit {where['commit']}):",
             "",
             f"| mode | steps/s | 95 % interval | ratio to {report['modes'][0]['mode']} | start-up, cold | host memory "
             "| in the simulator |",

@@ -2,7 +2,9 @@
 
 import contextlib
 import inspect
+import linecache
 import socket
+import warnings
 
 import numpy as np
 import pytest
@@ -205,6 +207,37 @@ def test_a_training_step_waits_for_nothing_but_the_action(monkeypatch, twin, mod
     assert len(steps) == run.metrics["global_step"] == 1024
     if device == "cuda":  # DQN waits once an update
         assert len([step for step in waits if 950 <= step < 990]) == (4 if "dqn" in twin else 40)
+
+
+@pytest.mark.parametrize(("device", "mode"), NOT_COMPILED_HERE)
+@pytest.mark.parametrize("twin", [ATARI[1], TWIN])
+def test_ppo_waits_for_the_gpu_at_known_lines_only(monkeypatch, twin, mode, device):
+    """For the action of each step; and, once a rollout, as it sends the rollout and reads what it reports."""
+    script, reports = load(twin), []
+    monkeypatch.setattr(script, "make_envs", ScriptedPool) if twin in ATARI else None
+    original = script.report
+
+    def report(*args):
+        reports.append(1)
+        if device == "cuda":  # the capture is over by the fourth iteration
+            torch.cuda.set_sync_debug_mode("warn" if 3 <= len(reports) < 5 else "default")
+        return original(*args)
+
+    monkeypatch.setattr(script, "report", report)
+    problem = tiny(twin) | {"total_timesteps": 6 * 256}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            train(monkeypatch, twin, **problem, **MODES[mode], device=device)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    assert len(reports) == 6
+    waits = [linecache.getline(w.filename, w.lineno) for w in caught if "synchronizing" in str(w.message)]
+    known = ("stream().synchronize()", "torch.as_tensor(env_buffer", 'batch["valid"] > 0', ".tolist()")
+    known += () if twin in ATARI else (".cpu().numpy()", "obs_buffer.to(device)")
+    assert all(any(part in line for part in known) for line in waits), set(waits)
+    assert bool(waits) == (device == "cuda")
 
 
 def update_on(device: str, compiled: bool):

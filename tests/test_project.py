@@ -13,6 +13,7 @@ import tomllib
 import pytest
 import tyro
 from conftest import ALL_SCRIPTS, ROOT, load
+from torch.distributed.run import get_args_parser
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 EXTRA = {  # script without suffix -> its requirements file
@@ -74,7 +75,8 @@ def commands() -> list[str]:
         lines += (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
     for name in ALL_SCRIPTS:
         lines += ast.get_docstring(ast.parse((ROOT / "leanrl" / f"{name}.py").read_text())).splitlines()
-    lines = [line.split("  #")[0].strip() for line in lines if "$" not in line]
+    lines = [re.sub(r"^srun .* (?=torchrun )", "", line.split("  #")[0].strip()) for line in lines]
+    lines = [line for line in (re.sub(r"\$[A-Za-z_]+", "1", line) for line in lines) if "$" not in line]
     return sorted({line for line in lines if re.match(r"(python|uv run|torchrun|\./run\.sh)\b", line)})
 
 
@@ -89,7 +91,8 @@ def test_every_command_in_the_documents_parses(line):
             return
         words = ["benchmark/compare.py", *words[1:]] if words[0] == "compare" else words[1:]
     elif program == "torchrun":
-        words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
+        launch = get_args_parser().parse_args(words)
+        words = [launch.training_script, *launch.training_script_args]
     elif program == "uv":
         words = words[1:]
     name = words[0].removesuffix(".py").removeprefix("leanrl/")
@@ -105,6 +108,7 @@ def test_every_command_in_the_documents_parses(line):
 
 def test_commands_are_found():
     assert len(commands()) >= 8
+    assert any("--rdzv-id" in line for line in commands())  # the one with variables of a shell
 
 
 def test_readme_shows_a_real_hunk():
