@@ -183,6 +183,16 @@ def test_groups_of_envs_live_the_same_lives(monkeypatch):
     assert len(recorded[1]) == 2 and recorded[1][0]["obs"].float().std() > 1
 
 
+def test_rewards_are_clipped_and_scores_are_not():
+    """A pellet of Ms. Pac-Man pays 10."""
+    env = load(ATARI[0]).make_envs("MsPacman-v5", [1])
+    env.reset()
+    steps = [env.step(np.full(1, t // 20 % 9)) for t in range(200)]
+    assert {reward[0] for _, reward, *_ in steps} == {0, 1}
+    assert max(info["reward"][0] for *_, info in steps) >= 10
+    env.close()
+
+
 def test_envpools_time_limit_truncates_a_game_and_resets_a_step_later():
     script, limit = load(ATARI[0]), 20
     env = envpool.make("Breakout-v5", env_type="gymnasium", num_envs=1, episodic_life=True, max_episode_steps=limit)
