@@ -214,7 +214,8 @@ def test_a_training_step_waits_for_nothing_but_the_action(monkeypatch, twin, mod
 def test_ppo_waits_for_the_gpu_at_known_lines_only(monkeypatch, twin, mode, device):
     """For the action of each step; and, once a rollout, as it sends the rollout and reads what it reports."""
     script, reports = load(twin), []
-    monkeypatch.setattr(script, "make_envs", ScriptedPool) if twin in ATARI else None
+    if twin in ATARI:
+        monkeypatch.setattr(script, "make_envs", ScriptedPool)
     original = script.report
 
     def report(*args):
