@@ -69,6 +69,8 @@ def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mode[0]}"] if mode in RANKS else []
     command = [sys.executable, "-W", "ignore", *launch, ROOT / "leanrl" / f"{script}{suffix}.py", *flags]
     command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
+    if mode in RANKS:
+        command += ["--local-num-envs", 8 // int(mode[0])]  # together as many as one process has: the same updates
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([str(part) for part in command], cwd=folder, check=True)
         (run_dir,) = Path(folder, "runs").iterdir()
