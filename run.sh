@@ -72,6 +72,7 @@ case ${1:-} in
     python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --mode eager
     python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1
     python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --mode compile+bf16
+    python benchmark/returns.py ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --mode "2 ranks"
     python benchmark/returns.py dqn --env-ids CartPole-v1 --seeds 1 2 3 4 5 6 7 8 9 10 --total-timesteps 500000
     exec python benchmark/plot.py
     ;;

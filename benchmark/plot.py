@@ -16,7 +16,8 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
-SCRIPTS = ("ppo_continuous_action", "td3_continuous_action", "sac_continuous_action", "dqn", "ppo_atari_envpool")
+SCRIPTS = ("ppo_continuous_action", "td3_continuous_action", "sac_continuous_action", "dqn")
+SCRIPTS += ("ppo_atari_envpool", "ppo_atari_multigpu")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS, PEER = "#2b6cb0", "#a0aec0"
 

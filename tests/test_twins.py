@@ -5,6 +5,7 @@ import re
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ALL_SCRIPTS, ATARI, OFF_POLICY, ROOT, TWINS, ScriptedPool, largest_difference, load, tiny, train
@@ -92,6 +93,49 @@ def test_compile_computes_the_same_in_whole_graphs_without_recompiling(monkeypat
     assert counters["stats"]["unique_graphs"] == GRAPHS[twin.removesuffix("_torchcompile")]
     assert not counters["graph_break"]
     assert counters["aot_autograd"]["total"] >= counters["stats"]["unique_graphs"]  # inductor has compiled them
+
+
+def test_bfloat16_moves_a_gradient_by_little_beside_the_draw_of_its_minibatch(monkeypatch):
+    """On frames of a real game, on which both runs have the same parameters at each update."""
+    script = load("ppo_atari_envpool_torchcompile")
+    make_envs, adam_, path = script.make_envs, script.adam_, []
+
+    class PlayedAtRandom:
+        """What is played does not depend on rounding."""
+
+        def __init__(self, env_id, seeds):
+            self.pool, self.rng = make_envs(env_id, seeds), np.random.default_rng(seeds)
+
+        def __getattr__(self, name):
+            return getattr(self.pool, name)
+
+        def send(self, action):
+            self.pool.send(self.rng.integers(self.action_space.n, size=len(action)))
+
+    def gradients(bf16: bool) -> torch.Tensor:
+        """Of each update, (4, parameters)."""
+        grads = []
+
+        def spied_adam_(params, grad, *rest, **kwargs):
+            grads.append(torch.cat([g.flatten() for g in grad]))
+            adam_(params, grad, *rest, **kwargs)
+            if bf16:
+                torch._foreach_copy_(list(params), path[len(grads) - 1])
+            else:
+                path.append([param.clone() for param in params])
+
+        monkeypatch.setattr(script, "adam_", spied_adam_)
+        problem = {"env_id": "Breakout-v5", "total_timesteps": 512, "num_envs": 8, "num_steps": 32}
+        train(monkeypatch, script.__name__, **problem, update_epochs=2, bf16=bf16)
+        return torch.stack(grads)
+
+    monkeypatch.setattr(script, "make_envs", PlayedAtRandom)
+    exact, rounded = gradients(bf16=False), gradients(bf16=True)
+    assert len(exact) == 16
+    error = (rounded - exact).norm(dim=1)
+    epochs = exact.unflatten(0, (4, 4))  # of four minibatches each, whose parameters are almost the same
+    spread = (epochs - epochs.mean(1, keepdim=True)).norm(dim=2).flatten()
+    assert 0 < error.median() < 0.1 * spread.median()
 
 
 @pytest.mark.parametrize("twin", [twin for _, twin in TWINS])
