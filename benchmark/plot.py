@@ -70,7 +70,7 @@ def curves(path: Path):
     panels_of = defaultdict(list)
     for file in files:
         script, env_id, mode = file.stem.split("__")
-        panels_of[script, env_id].append((mode, read_csv(file)))
+        panels_of[script, env_id].append((mode.replace("-", " "), read_csv(file)))
     figure, panels = plt.subplots(len(panels_of), 2, figsize=(9, 2.6 * len(panels_of)), squeeze=False)
     for (left, right), ((script, env_id), runs) in zip(panels, panels_of.items(), strict=True):
         for mode, rows in runs:

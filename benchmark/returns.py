@@ -77,7 +77,7 @@ def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
         summary = json.loads((run_dir / "summary.json").read_text())
         curve = learning_curve(run_dir, total_timesteps)
     key = {"script": script, "env_id": env_id, "mode": mode, "seed": seed}
-    name = f"{script}__{env_id}__{mode}.csv".replace("/", "_")
+    name = f"{script}__{env_id}__{mode}.csv".replace("/", "_").replace(" ", "-")
     append_csv(RESULTS / "curves" / name, [{"seed": seed} | row for row in curve])
     metrics, here = summary["metrics"], machine()
     row = key | {

@@ -288,7 +288,7 @@ def train(args: Args) -> dict[str, float]:
 
         # report
         value, return_ = (batch[name][batch["valid"] > 0] for name in ("value", "return"))
-        losses["explained_variance"] = 1 - (return_ - value).var() / return_.var().clamp(min=1e-8)
+        losses["explained_variance"] = 1 - (return_ - value).var(correction=0) / return_.var(correction=0).clamp(1e-8)
         metrics = report(losses, last_returns, marks, global_step, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
 

@@ -7,7 +7,7 @@
     torchrun --standalone --nproc-per-node=2 leanrl/ppo_atari_multigpu.py --env-id Breakout-v5 --compile
 
 Each rank (process) has its own envs and, if there are GPUs, its own GPU; gradients are averaged over ranks, so all
-ranks hold equal parameters. See docs/multigpu.md for several nodes, and for what to expect.
+ranks hold equal parameters. See docs/multigpu.md for several nodes, and docs/performance.md for perf[n].
 Shapes: T = num_steps, N = local_num_envs, B = T * N of a rank; a rollout is (T, N, ...), the batch made of it (B, ...).
 Departures from CleanRL's script of this name: those of ppo_atari_envpool.py; and advantages are normalised, and rows
 counted, over the minibatches of all ranks, as one process would on all of it.
@@ -48,7 +48,7 @@ class Args:
     torch_deterministic: bool = True  # let cuDNN choose only deterministic kernels
     cuda: bool = True  # a GPU for each rank, if there are any
     backend: Literal["nccl", "gloo"] | None = None  # how ranks communicate; default: nccl on GPUs, gloo without
-    timeout: float = 300.0  # seconds to wait for another rank before giving up
+    timeout: int = 300  # seconds to wait for another rank before giving up
 
     env_id: str = "Breakout-v5"  # any Atari id of EnvPool
     total_timesteps: int = 10_000_000  # env steps (of 4 frames), summed over envs
@@ -186,7 +186,7 @@ def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter
     """Joins the ranks, as torchrun's environment says; rank 0 alone makes the run folder and logs."""
     local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count() if args.cuda else 0  # on this node
     if local_rank >= gpus and (gpus or args.backend == "nccl"):
-        fail(f"local rank {local_rank} needs a GPU of its own, and there are {gpus}; start fewer, or say --no-cuda.")
+        fail(f"local rank {local_rank} needs a GPU; there are {gpus}: start fewer, or say --no-cuda --backend=gloo.")
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     writer = SimpleNamespace(**dict.fromkeys(("add_scalar", "add_text", "close"), lambda *_: None))
     run_dir = Path("runs", re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"))
@@ -367,7 +367,7 @@ def train(args: Args) -> dict[str, float]:
 
         # report
         value, return_ = (batch[name][batch["valid"] > 0] for name in ("value", "return"))
-        losses["explained_variance"] = 1 - (return_ - value).var() / return_.var().clamp(min=1e-8)
+        losses["explained_variance"] = 1 - (return_ - value).var(correction=0) / return_.var(correction=0).clamp(1e-8)
         reduced = torch.stack(list(losses.values()))
         dist.all_reduce(reduced)
         losses = dict(zip(losses, reduced / world_size))  # equal on all ranks, and so is what report() decides
@@ -394,7 +394,7 @@ if __name__ == "__main__":
         train(tyro.cli(Args))
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            print(f"error: rank {os.environ['RANK']} lost the others:", *str(error).split(), file=sys.stderr)
+            print(f"\nerror: rank {os.environ['RANK']} lost the others:", *str(error).split(), file=sys.stderr)
         else:
             sys.excepthook(*sys.exc_info())
         os._exit(1)  # at once: an orderly end would wait for threads that wait for the others

@@ -78,7 +78,7 @@ class Ranks:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         paths = {"leanrl": str(ROOT / "leanrl"), "tests": str(ROOT / "tests")}
-        args = {"cuda": False, "timeout": 20.0} | args
+        args = {"cuda": False, "timeout": 20} | args
         command = ["-c", WORKER.format(patch=patch, args=args, **paths)]
         if patch is None:
             flags = [f"--{name.replace('_', '-')}={value}" for name, value in args.items() if type(value) is not bool]
@@ -153,7 +153,7 @@ def test_two_ranks_compute_what_one_process_computes_on_all_envs(own_folder, one
 @pytest.mark.parametrize("flags", [{}, {"ddp": False}, {"cudagraphs": True}, {"compile": True, "cudagraphs": True}])
 def test_two_gpus_compute_what_one_computes_on_all_envs(own_folder, flags):
     """Ten rollouts, so that graphs are captured early in the first and replayed in the others."""
-    sizes = {"cuda": True, "timeout": 60.0} | SIZES | {"total_timesteps": 240}
+    sizes = {"cuda": True, "timeout": 60} | SIZES | {"total_timesteps": 240}
     (one,) = train(1, own_folder / "one", local_num_envs=2, **sizes)
     (still,) = train(1, own_folder / "still", local_num_envs=2, **sizes, learning_rate=0.0)
     a, b = train(2, own_folder / "two", local_num_envs=1, **sizes, **flags)
@@ -233,7 +233,7 @@ def test_ranks_play_games_of_their_own_and_rank_0_logs_for_all(own_folder):
     ],
 )
 def test_a_rank_that_fails_ends_the_others(own_folder, victim, fault, flags):
-    sizes = {"local_num_envs": 2, "num_steps": 16, "num_minibatches": 1, "total_timesteps": 10**9, "timeout": 10.0}
+    sizes = {"local_num_envs": 2, "num_steps": 16, "num_minibatches": 1, "total_timesteps": 10**9, "timeout": 10}
     with Ranks(2, None, own_folder, **sizes, **flags) as ranks:
         shown = b""
         while b"episodic_return" not in shown:  # of rank 0's bar, after an iteration; the time limit is the test's
@@ -310,7 +310,7 @@ def test_without_torchrun_it_says_how_to_start(capsys, monkeypatch):
         ({"total_timesteps": 100}, "total-timesteps"),
         ({"backend": "nccl"}, "local rank 0 needs a GPU"),
         ({"exp_name": "a\0b"}, "cannot use cpu, the folder"),
-        ({"timeout": -1.0}, "--timeout"),
+        ({"timeout": 0}, "--timeout"),
     ],
     ids=str,
 )
@@ -329,7 +329,7 @@ def test_the_local_rank_chooses_the_gpu(own_folder, capsys, monkeypatch):
     script = load(SCRIPT)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail(f"would use {device}"))
-    for local_rank, message in ((1, "would use cuda:1"), (2, "local rank 2 needs a GPU of its own")):
+    for local_rank, message in ((1, "would use cuda:1"), (2, "local rank 2 needs a GPU; there are 2")):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         with pytest.raises((SystemExit, pytest.fail.Exception)) as exit:
             script.start_rank(script.Args(), rank=9)

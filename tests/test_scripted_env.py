@@ -224,3 +224,13 @@ def test_envpool_resets_a_step_after_an_end_and_ignores_that_steps_action():
         ends, games = ends + terminated.sum(), games + (info["terminated"] > 0).sum()
     assert ends > 20 and games > 3
     a.close(), b.close()
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_a_rollout_with_one_valid_row_is_no_divergence(monkeypatch, name):
+    """Of two rows the second one counts where the first is a reset; the variance of a single return is 0."""
+    if name in ATARI:
+        monkeypatch.setattr(load(name), "make_envs", ScriptedPool)
+    sizes = {"num_envs": 1, "num_steps": 2, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 64}
+    run = train(monkeypatch, name, env_id="ScriptedEnv-v0", seed=0, **sizes)
+    assert run.metrics["global_step"] == 64
