@@ -93,9 +93,9 @@ def make_envs(env_id: str, seeds: list[int]):
         return envpool.make(
             env_id, env_type="gymnasium", num_envs=len(seeds), env_seed=seeds, episodic_life=True, reward_clip=True
         )
-    except (AssertionError, TypeError) as error:
-        near = difflib.get_close_matches(env_id, envpool.list_all_envs())
-        fail(f"cannot make Atari envs {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
+    except (AssertionError, TypeError):
+        games = [name for name, spec in envpool.registration.registry.specs.items() if spec[0] == "envpool.atari"]
+        fail(f"{env_id!r} is no Atari game; try {', '.join(difflib.get_close_matches(env_id, games, cutoff=0))}.")
 
 
 def games_that_end(info: dict, truncated: np.ndarray, scores: np.ndarray) -> list[dict]:

@@ -126,7 +126,7 @@ BAD_GYM = {
 }
 BAD_ATARI = {
     "unknown game": ({"env_id": "Breakot-v5"}, "Breakout-v5"),
-    "no Atari game": ({"env_id": "CartPole-v1"}, "Atari"),
+    "no Atari game": ({"env_id": "CartPole-v1"}, "'CartPole-v1' is no Atari game; try "),
 }
 BAD_PPO = {
     "sizes that do not divide": ({"num_minibatches": 7}, "num-minibatches"),
