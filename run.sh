@@ -63,16 +63,17 @@ case ${1:-} in
     python benchmark/phases.py --out benchmark/results/phases
     python benchmark/ablate.py --out benchmark/results/ablation
     python benchmark/returns.py ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
-    python benchmark/returns.py ppo_continuous_action --mode eager --seeds 1
+    python benchmark/returns.py ppo_continuous_action --modes eager --seeds 1
     for script in td3_continuous_action sac_continuous_action; do
       python benchmark/returns.py $script --total-timesteps 200000
-      python benchmark/returns.py $script --total-timesteps 200000 --mode eager --seeds 1
+      python benchmark/returns.py $script --total-timesteps 200000 --modes eager --seeds 1
     done
-    python benchmark/returns.py td3_continuous_action --total-timesteps 200000 --mode eager --seeds 2
-    python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --mode eager
-    python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1
-    python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --mode compile+bf16
-    python benchmark/returns.py ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --mode "2 ranks"
+    python benchmark/returns.py td3_continuous_action --total-timesteps 200000 --modes eager --seeds 2
+    python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 \
+      --modes eager compile compile+bf16
+    python benchmark/returns.py ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --seeds 1 2 3 4 \
+      --modes compile compile+bf16
+    python benchmark/returns.py ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --modes "2 ranks"
     python benchmark/returns.py dqn --env-ids CartPole-v1 --seeds 1 2 3 4 5 6 7 8 9 10 --total-timesteps 500000
     exec python benchmark/plot.py
     ;;

@@ -1,6 +1,6 @@
 """Trains seeds to the end and records their learning curves.
 
-    python benchmark/returns.py ppo_continuous_action --env-ids HalfCheetah-v4 Hopper-v4 --seeds 1 2 3 --mode compile
+    python benchmark/returns.py dqn --env-ids CartPole-v1 Acrobot-v1 --seeds 1 2 3 --modes eager compile
 
 Each run appends one row to results/returns.csv (the mean return of its last 100 training episodes) and its curve, in
 100 bins, to results/curves/SCRIPT__ENV__MODE.csv. A run that is recorded already is not repeated: an interrupted
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ class Args:
     script: tyro.conf.Positional[str] = "ppo_continuous_action"  # of the eager file; --mode picks the twin
     env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
     seeds: tuple[int, ...] = (1, 2, 3)
-    mode: str = "compile"  # as in compare.py
+    modes: tuple[str, ...] = ("compile",)  # as in compare.py
     total_timesteps: int = 1_000_000
 
 
@@ -93,18 +94,18 @@ def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
 
 
 def main(args: Args):
-    if args.mode not in modes(args.script):
-        sys.exit(f"error: no mode {args.mode} of {args.script}; there are: {', '.join(modes(args.script))}")
+    for mode in args.modes:
+        if mode not in modes(args.script):
+            sys.exit(f"error: no mode {mode} of {args.script}; there are: {', '.join(modes(args.script))}")
     done = {
         (r["script"], r["env_id"], r["mode"], r["seed"], r["steps"]): r["commit"]
         for r in read_csv(RESULTS / "returns.csv")
     }
-    for env_id in args.env_ids:
-        for seed in args.seeds:
-            if commit := done.get((args.script, env_id, args.mode, str(seed), str(args.total_timesteps))):
-                print(f"recorded already: {args.script} {env_id} {args.mode} seed {seed}, at commit {commit}")
-            else:
-                run(args.script, env_id, seed, args.mode, args.total_timesteps)
+    for mode, env_id, seed in product(args.modes, args.env_ids, args.seeds):
+        if commit := done.get((args.script, env_id, mode, str(seed), str(args.total_timesteps))):
+            print(f"recorded already: {args.script} {env_id} {mode} seed {seed}, at commit {commit}")
+        else:
+            run(args.script, env_id, seed, mode, args.total_timesteps)
     print(returns_block())
 
 

@@ -70,7 +70,8 @@ def commands() -> list[str]:
         for block in re.findall(r"```(?:bash|sh)\n(.*?)```", path.read_text(), re.DOTALL):
             lines += block.replace("\\\n", " ").splitlines()
     shell = (ROOT / "run.sh").read_text().replace("exec python", "python").replace("$script", "dqn")
-    lines += [line for line in map(str.strip, shell.splitlines()) if line.startswith("python benchmark/")]
+    shell = map(str.strip, shell.replace("\\\n", " ").splitlines())
+    lines += [line for line in shell if line.startswith("python benchmark/")]
     for path in (ROOT / "benchmark").glob("*.py"):
         lines += (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
     for name in ALL_SCRIPTS:
