@@ -29,7 +29,7 @@ BINS = 100
 
 @dataclass
 class Args:
-    script: tyro.conf.Positional[str] = "ppo_continuous_action"  # of the eager file; --mode picks the twin
+    script: tyro.conf.Positional[str] = "ppo_continuous_action"  # of the eager file; --modes pick the twin
     env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
     seeds: tuple[int, ...] = (1, 2, 3)
     modes: tuple[str, ...] = ("compile",)  # as in compare.py

@@ -221,6 +221,11 @@ def test_ranks_play_games_of_their_own_and_rank_0_logs_for_all(own_folder):
     assert steps == sorted(steps) and all(step % 4 == 0 for step in steps) and len(steps) >= 2
 
 
+def test_a_rollout_with_one_valid_row_is_no_divergence(own_folder):
+    sizes = {"local_num_envs": 1, "num_steps": 2, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 64}
+    train(1, own_folder / "one", **sizes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "fault", "flags"),
