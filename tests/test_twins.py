@@ -98,7 +98,11 @@ def test_compile_computes_the_same_in_whole_graphs_without_recompiling(monkeypat
 def test_bfloat16_moves_a_gradient_by_little_beside_the_draw_of_its_minibatch(monkeypatch):
     """On frames of a real game, on which both runs have the same parameters at each update."""
     script = load("ppo_atari_envpool_torchcompile")
-    make_envs, adam_, path = script.make_envs, script.adam_, []
+    make_envs, adam_, ppo_loss, path = script.make_envs, script.adam_, script.ppo_loss, []
+
+    def spied_ppo_loss(*args):
+        assert all(x.dtype == torch.float32 for x in args[:3])  # only the network computes in bfloat16
+        return ppo_loss(*args)
 
     class PlayedAtRandom:
         """What is played does not depend on rounding."""
@@ -130,6 +134,7 @@ def test_bfloat16_moves_a_gradient_by_little_beside_the_draw_of_its_minibatch(mo
         return torch.stack(grads)
 
     monkeypatch.setattr(script, "make_envs", PlayedAtRandom)
+    monkeypatch.setattr(script, "ppo_loss", spied_ppo_loss)
     exact, rounded = gradients(bf16=False), gradients(bf16=True)
     assert len(exact) == 16
     exact, rounded = (grads.unflatten(0, (4, 4)) for grads in (exact, rounded))  # epochs of four minibatches
