@@ -3,6 +3,7 @@
 #
 #   bash benchmark/cuda.sh OUT            # PYTHONPATH holds what requirements/ lists, besides torch >= 2.11 and pytest
 #   bash benchmark/cuda.sh OUT tests dqn  # some parts only: tests, learning, ranks (two GPUs), or a script's name
+#   PYTEST_ADDOPTS="-k atari" bash benchmark/cuda.sh OUT tests  # some tests only
 #
 # Leaves OUT/tests.log, OUT/learning.log, OUT/ranks.log, OUT/SCRIPT.json and OUT/SCRIPT.png, and prints the tables last.
 set -euo pipefail
@@ -20,8 +21,8 @@ python3 -c 'import torch, tensordict, gymnasium, sys; print(sys.version.split()[
 failed=0 # a part that fails does not keep the rest from being measured
 check() { # check PART FILE: what needs a GPU where there is one
   wanted "$1" || return 0
-  # -W default: a warning of that machine's libraries is no failure
-  timeout 560 python3 -m pytest "tests/$2" ${gpu:+-m cuda} -q -W default --show-capture=no -p no:cacheprovider 2>&1 |
+  # -W default: a warning of that machine's libraries is no failure; -s INT: pytest then tells what has failed so far
+  timeout -s INT -k 15 560 python3 -m pytest "tests/$2" ${gpu:+-m cuda} -v -W default --show-capture=no -p no:cacheprovider 2>&1 |
     tee "$out/$1.log" || { echo "FAILED: $1" | tee -a "$out/$1.log" && failed=1; }
 }
 check tests test_cuda.py

@@ -9,12 +9,12 @@
 Each rank (process) has its own envs and, if there are GPUs, its own GPU; gradients are averaged over ranks, so all
 ranks hold equal parameters. See docs/multigpu.md for several nodes, and docs/performance.md for perf[n].
 Shapes: T = num_steps, N = local_num_envs, B = T * N of a rank; a rollout is (T, N, ...), the batch made of it (B, ...).
-Departures from CleanRL's script of this name: those of ppo_atari_envpool.py; and advantages are normalised, and rows
-counted, over the minibatches of all ranks, as one process would on all of it.
+Departures from CleanRL: those of ppo_atari_envpool.py; a minibatch is normalised and averaged over all ranks at once.
 """
 
 import atexit
 import difflib
+import gc
 import json
 import math
 import os
@@ -275,12 +275,11 @@ def train(args: Args) -> dict[str, float]:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
     loss_of, agent.forward = (torch.compile(f, dynamic=False) if args.compile else f for f in (ppo_loss, agent.forward))
     model = DistributedDataParallel(agent, gradient_as_bucket_view=True)  # sends the parameters of rank 0 to all
-    parameters = list(agent.parameters())
+    lr, parameters = torch.tensor(args.learning_rate, device=device), list(agent.parameters())
     if one_bucket := capture or not args.ddp:  # a graph cannot reduce: one bucket, the gradients are its views
         model, bucket = agent, torch.zeros(sum(p.numel() for p in parameters), device=device)
         for p, part in zip(parameters, bucket.split([p.numel() for p in parameters])):
             p.grad = part.as_strided(p.shape, p.stride())
-    lr = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True, capturable=capture)
     obs_buffer = torch.zeros(T, *obs.shape, dtype=torch.uint8, device=device)
     action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
@@ -313,6 +312,7 @@ def train(args: Args) -> dict[str, float]:
         optimizer.step()
 
     if capture:
+        gc.collect()  # else DDP, which is not used then, may live on, and its hooks would break the capture
         policy, gradient, step = (CudaGraphModule(f, warmup=3) for f in (policy, gradient, step))
 
     def update(idx: Tensor, moments: Tensor) -> dict[str, Tensor]:
@@ -336,7 +336,7 @@ def train(args: Args) -> dict[str, float]:
             # act
             obs_buffer[t] = torch.as_tensor(obs)
             action_buffer[t], logprob_buffer[t], value_buffer[t] = policy(obs_buffer[t], noise[t])
-            env_action = action_buffer[t].cpu().numpy()  # the one sync of a step
+            env_action = action_buffer[t].cpu().numpy()
 
             # step and store
             valid, global_step = ~done, global_step + N * world_size

@@ -117,7 +117,7 @@ def train(world_size: int, cwd, patch: str = GREEDY_ON_SCRIPTED_GAMES, **args) -
     """The final parameters on each rank."""
     cwd.mkdir()
     with Ranks(world_size, patch, cwd, **args) as ranks:
-        for code, output in ranks.wait(120):
+        for code, output in ranks.wait(240):
             assert code == 0, output
     return [torch.load(cwd / f"parameters{rank}.pt", map_location="cpu") for rank in range(world_size)]
 
