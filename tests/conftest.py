@@ -48,6 +48,7 @@ def pytest_collection_modifyitems(items):
 def own_folder(tmp_path, monkeypatch):
     """Every test writes its runs to a folder of its own and leaves torch as it found it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # what is compared should differ by little
     threads = torch.get_num_threads()
     yield tmp_path
     torch.set_num_threads(threads)
