@@ -12,7 +12,7 @@ import re
 import sys
 from collections import defaultdict
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -60,7 +60,10 @@ def is_ours(mode: str) -> bool:
 
 
 def curves(path: Path):
-    """One row an environment: return against steps and against wall-clock minutes, a thin line a seed."""
+    """One row an environment: return against steps and minutes, a thin line a seed, a thick one their mean.
+
+    What is published is shown where it took as many steps.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -75,13 +78,18 @@ def curves(path: Path):
     for (left, right), ((script, env_id), runs) in zip(panels, panels_of.items(), strict=True):
         for mode, rows in runs:
             color = {"eager": "#c05621", "compile+bf16": "#2f855a"}.get(mode, OURS)
-            for i, seed in enumerate(dict.fromkeys(row["seed"] for row in rows)):
+            for seed in dict.fromkeys(row["seed"] for row in rows):
                 own = [row for row in rows if row["seed"] == seed]
-                returns, label = [float(row["episodic_return"]) for row in own], mode if i == 0 else None
-                left.plot([int(row["step"]) for row in own], returns, color=color, lw=1, label=label)
-                right.plot([float(row["seconds"]) / 60 for row in own], returns, color=color, lw=1)
+                returns = [float(row["episodic_return"]) for row in own]
+                left.plot([int(row["step"]) for row in own], returns, color=color, lw=0.8, alpha=0.4)
+                right.plot([float(row["seconds"]) / 60 for row in own], returns, color=color, lw=0.8)
+            returns_at = defaultdict(list)
+            for row in rows:
+                returns_at[int(row["step"])].append(float(row["episodic_return"]))
+            steps = sorted(returns_at)
+            left.plot(steps, [fmean(returns_at[step]) for step in steps], color=color, lw=1.5, label=mode)
         for published in read_csv(ROOT / "benchmark" / "published.csv"):
-            if (published["script"], published["env_id"]) == (script, env_id):
+            if (published["script"], published["env_id"], int(published["steps"])) == (script, env_id, steps[-1]):
                 mean, std = float(published["mean"]), float(published["std"])
                 for panel in (left, right):
                     panel.axhspan(mean - std, mean + std, color="#718096", alpha=0.2, lw=0)
@@ -204,6 +212,29 @@ def returns_block(only: str | None = None) -> str:
     return "\n".join(lines)
 
 
+def bf16_block() -> str:
+    """Markdown: Breakout's returns without and with --bf16, and their difference with a 95 % bootstrap interval."""
+    import numpy as np
+
+    modes, rng = ("compile", "compile+bf16"), np.random.default_rng(0)
+    ends, whole = [], []  # a row a mode: the last 100 episodes, and the curve's mean, of each seed
+    for mode in modes:
+        key, runs = ("ppo_atari_envpool", "Breakout-v5", mode), read_csv(RESULTS / "returns.csv")
+        runs = [run for run in runs if (run["script"], run["env_id"], run["mode"]) == key]
+        curve = read_csv(RESULTS / "curves" / f"{'__'.join(key)}.csv")
+        of_seeds = [[float(row["episodic_return"]) for row in curve if row["seed"] == run["seed"]] for run in runs]
+        ends.append([float(run["episodic_return"]) for run in runs])
+        whole.append([np.mean(of_seed) for of_seed in of_seeds])
+    lines = [f"| mean return | {' | '.join(modes)} | difference | 95 % interval |", "|---|---|---|---|---|"]
+    for name, values in (("of the last 100 episodes", ends), ("over the whole run", whole)):
+        without, rounded = (rng.choice(v, (10_000, len(v))).mean(1) for v in values)
+        low, high = np.percentile(rounded - without, [2.5, 97.5])
+        cells = [f"{np.mean(v):.2f} ± {np.std(v, ddof=1):.2f}" for v in values]
+        cells += [f"{np.mean(values[1]) - np.mean(values[0]):.2f}", f"{low:.2f} to {high:.2f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def ablation_block() -> str:
     """Markdown: what each trick is worth, measured by taking it out, and what was tried and turned down."""
     lines = ["| script | change | speed, relative to the script as it is | 95 % interval | measured |"]
@@ -243,7 +274,7 @@ def phases_block() -> str:
 
 
 BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "returns": returns_block}
-BLOCKS |= {"ablation": ablation_block, "phases": phases_block, "scaling": scaling_block}
+BLOCKS |= {"ablation": ablation_block, "phases": phases_block, "scaling": scaling_block, "bf16": bf16_block}
 for script in SCRIPTS:
     BLOCKS[f"returns {script}"] = lambda script=script: returns_block(script)
 

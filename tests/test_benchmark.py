@@ -260,6 +260,24 @@ def test_the_phases_show_the_median_simulator(monkeypatch, tmp_path):
     assert (row["microseconds"], row["simulator"]) == (200, 20)
 
 
+def test_the_returns_with_bf16_are_beside_those_without(monkeypatch, own_folder):
+    """Three seeds each, and a run of another game."""
+    monkeypatch.setattr(plot, "RESULTS", own_folder)
+    (own_folder / "curves").mkdir()
+    runs = ["script,env_id,mode,seed,episodic_return", "ppo_atari_envpool,Pong-v5,compile,1,-20"]
+    for mode, ends in (("compile", (1.0, 2.0, 3.0)), ("compile+bf16", (2.0, 3.0, 4.0))):
+        runs += [f"ppo_atari_envpool,Breakout-v5,{mode},{seed},{end}" for seed, end in enumerate(ends)]
+        curve = [f"{seed},{episodic_return}" for seed, end in enumerate(ends) for episodic_return in (0, -2 * end)]
+        path = own_folder / "curves" / f"ppo_atari_envpool__Breakout-v5__{mode}.csv"
+        path.write_text("\n".join(["seed,episodic_return", *curve]))
+    (own_folder / "returns.csv").write_text("\n".join(runs))
+    *_, ends, whole = plot.bf16_block().splitlines()
+    assert ends.startswith("| of the last 100 episodes | 2.00 ± 1.00 | 3.00 ± 1.00 | 1.00 | ")
+    assert whole.startswith("| over the whole run | -2.00 ± 1.00 | -3.00 ± 1.00 | -1.00 | ")
+    low, high = map(float, ends.split("|")[-2].split(" to "))  # the mean of three has a deviation of 0.47 if drawn anew
+    assert low == pytest.approx(1 - 1.96 * 0.47 * 2**0.5, abs=0.15) and high == pytest.approx(2 - low)
+
+
 def test_a_block_is_replaced_and_nothing_else(monkeypatch, own_folder):
     """Empty, filled, and filled again: the text around and between the blocks stays."""
     document = own_folder / "x.md"
