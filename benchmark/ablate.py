@@ -257,6 +257,10 @@ ABLATIONS["ppo_atari_envpool"] = {
     "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
     "with the policy step not compiled": ("compile", ((COMPILED, COMPILED.replace("policy", "_")),)),
     "without perf[17]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
+    "without perf[18]: the layer of 512 as a matrix product": (
+        "compile",
+        (('if device.type == "cpu" and not args.bf16:', "if False:"),),
+    ),
     "tried: max-autotune": ("compile", AUTOTUNE),
     "tried: a first convolution of 2 x 2 blocks, 16 pixels each": (
         "compile",

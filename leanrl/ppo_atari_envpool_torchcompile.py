@@ -260,8 +260,13 @@ def train(args: Args) -> dict[str, float]:
     obs = torch.from_numpy(np.concatenate([pool.reset()[0] for pool in pools]))
     env_action = torch.zeros(N, dtype=torch.long, pin_memory=on_gpu)
     obs = obs.pin_memory() if on_gpu else obs
-    # perf[1] nothing is recorded for backward(), so no no_grad() is needed; perf[11] channels of a pixel lie together
-    agent = AtariAgent(num_actions).to(device, memory_format=torch.channels_last).requires_grad_(False)
+    # perf[1] nothing is recorded for backward(), so no no_grad() is needed
+    agent = AtariAgent(num_actions).requires_grad_(False)
+    if device.type == "cpu" and not args.bf16:  # perf[18] the layer of 512 as a convolution over all 7 x 7 positions
+        agent.trunk[6], wide = nn.Identity(), agent.trunk[7]
+        wide.weight = nn.Parameter(wide.weight.unflatten(1, (64, 7, 7)), requires_grad=False)
+        wide.forward = lambda x: nn.functional.conv2d(x, wide.weight, wide.bias).flatten(1)
+    agent.to(device, memory_format=torch.channels_last)  # perf[11] channels of a pixel lie together
     params = dict(agent.named_parameters())
     adam_state = (*([torch.zeros_like(p) for p in params.values()] for _ in range(2)), torch.full((), 0, device=device))
     lr = torch.zeros((), device=device)  # perf[3] a constant would be compiled and captured with its first value

@@ -81,7 +81,7 @@ def train(monkeypatch, name: str, **args) -> SimpleNamespace:
 
 
 def largest_difference(a: SimpleNamespace, b: SimpleNamespace) -> float:
-    return max((a.parameters[k] - b.parameters[k]).abs().max().item() for k in a.parameters)
+    return max((a.parameters[k] - b.parameters[k].reshape_as(a.parameters[k])).abs().max().item() for k in a.parameters)
 
 
 class ScriptedEnv(gym.Env):

@@ -46,7 +46,7 @@ def frozen(name: str) -> dict:
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    return sum((a[name] - b[name]).square().sum().item() for name in a) ** 0.5
+    return sum((a[name] - b[name].reshape_as(a[name])).square().sum().item() for name in a) ** 0.5
 
 
 @pytest.mark.parametrize(("device", "mode"), MODES_HERE)
