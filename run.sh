@@ -71,8 +71,8 @@ case ${1:-} in
     python benchmark/returns.py td3_continuous_action --total-timesteps 200000 --modes eager --seeds 2
     python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 \
       --modes eager compile compile+bf16
-    python benchmark/returns.py ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --seeds 1 2 3 4 \
-      --modes compile compile+bf16
+    python benchmark/returns.py ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 \
+      --seeds 1 2 3 4 5 6 7 8 9 10
     python benchmark/returns.py ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --modes "2 ranks"
     python benchmark/returns.py dqn --env-ids CartPole-v1 --seeds 1 2 3 4 5 6 7 8 9 10 --total-timesteps 500000
     exec python benchmark/plot.py

@@ -18,6 +18,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader ||
 gpu=$(nvidia-smi -L 2>/dev/null | head -1 || true)
 python3 -c 'import torch, tensordict, gymnasium, sys; print(sys.version.split()[0], torch.__version__, tensordict.__version__, gymnasium.__version__)'
 
+export TORCH_CUDAGRAPH_GC=1 # a graph that is freed while another is captured would break the capture
 failed=0 # a part that fails does not keep the rest from being measured
 check() { # check PART FILE: what needs a GPU where there is one
   wanted "$1" || return 0

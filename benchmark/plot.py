@@ -274,7 +274,13 @@ def phases_block() -> str:
 
 
 BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "returns": returns_block}
-BLOCKS |= {"ablation": ablation_block, "phases": phases_block, "scaling": scaling_block, "bf16": bf16_block}
+BLOCKS |= {
+    "speed cpu-amx": lambda: speed_block("cpu-amx"),
+    "ablation": ablation_block,
+    "phases": phases_block,
+    "scaling": scaling_block,
+    "bf16": bf16_block,
+}
 for script in SCRIPTS:
     BLOCKS[f"returns {script}"] = lambda script=script: returns_block(script)
 

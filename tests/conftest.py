@@ -51,6 +51,8 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # what is compared should differ by little
     threads = torch.get_num_threads()
     yield tmp_path
+    if torch.cuda.is_available():  # a capture that failed leaves its stream current
+        torch.cuda.set_stream(torch.cuda.default_stream())
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
     torch.compiler.set_stance("default")

@@ -8,6 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 MODES = {
     "eager": ("", {}),
     "compile": ("_torchcompile", {"compile": True}),
+    "compile on cuda": ("_torchcompile", {"compile": True, "device": "cuda"}),
     "cudagraphs": ("_torchcompile", {"cudagraphs": True, "device": "cuda"}),
     "compile+cudagraphs": ("_torchcompile", {"compile": True, "cudagraphs": True, "device": "cuda"}),
     "groups+bf16": ("_torchcompile", {"env_groups": 2, "bf16": True}),
