@@ -124,7 +124,8 @@ def test_bfloat16_moves_a_gradient_by_little_beside_the_draw_of_its_minibatch(mo
             grads.append(torch.cat([g.flatten() for g in grad]))
             adam_(params, grad, *rest, **kwargs)
             if bf16:
-                torch._foreach_copy_(list(params), path[len(grads) - 1])
+                for param, exact_param in zip(params, path[len(grads) - 1]):
+                    param.copy_(exact_param.reshape_as(param))
             else:
                 path.append([param.clone() for param in params])
 
