@@ -237,6 +237,7 @@ HALVE = """
             return halve(x.relu())
 
 """
+BRIEFLY = '"GOMP_SPINCOUNT", "5000"'
 KEEP = "    import ctypes; libc = ctypes.CDLL(None); libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)\n"
 ABLATIONS["ppo_atari_envpool"] = {
     "without perf[1]: no compilation": ("twin", ()),
@@ -249,10 +250,13 @@ ABLATIONS["ppo_atari_envpool"] = {
         ),
     ),
     "without perf[15]: freed memory goes back to the system": ("compile", (('"mallopt")', '"no such")'),)),
-    "without perf[16]: idle threads spin": ("compile", (('"OMP_WAIT_POLICY"', '"NO_SUCH"'),)),
-    "tried: idle threads spin, but a thousand times only": (
-        "compile",
-        (('"OMP_WAIT_POLICY", "passive"', '"GOMP_SPINCOUNT", "1000"'),),
+    "without perf[16]: idle threads spin for milliseconds": ("compile", ((BRIEFLY, '"NO_SUCH", ""'),)),
+    "without perf[16]: idle threads sleep at once": ("compile", ((BRIEFLY, '"OMP_WAIT_POLICY", "passive"'),)),
+    "--bf16: idle threads spin for milliseconds": ("compile+bf16", ((BRIEFLY, '"NO_SUCH", ""'),)),
+    "--bf16: idle threads sleep at once": ("compile+bf16", ((BRIEFLY, '"OMP_WAIT_POLICY", "passive"'),)),
+    "--bf16, without perf[19]: weights converted at each policy step": (
+        "compile+bf16",
+        (("evaluate(acting, frames)", "evaluate(params, frames)"),),
     ),
     "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
     "with the policy step not compiled": ("compile", ((COMPILED, COMPILED.replace("policy", "_")),)),
@@ -283,9 +287,9 @@ ABLATIONS["ppo_atari_envpool"] = {
         "eager",
         (("    num_actions, done,", f"{KEEP}    num_actions, done,"),),
     ),
-    "eager: idle threads sleep, as by perf[16]": (
+    "eager: idle threads spin briefly, as by perf[16]": (
         "eager",
-        (("import numpy as np\n", 'import os; os.environ["OMP_WAIT_POLICY"] = "passive"\nimport numpy as np\n'),),
+        (("import numpy as np\n", 'import os; os.environ["GOMP_SPINCOUNT"] = "5000"\nimport numpy as np\n'),),
     ),
     "eager: channels last": (
         "eager",
@@ -328,7 +332,7 @@ def ablate(script: str, args: Args):
         for turn in range(args.pairs):
             for name, (mode, edits) in ABLATIONS[script].items():
                 print(f"turn {turn + 1} of {args.pairs}: {name}", file=sys.stderr)
-                base = "eager" if name.startswith("eager") else "compile"
+                base = "compile" if mode == "twin" else mode
                 runs[name].append(measure(run(mode, edits, turn), run(base, (), turn)))
             rows = []
             for name, (mode, _) in ABLATIONS[script].items():

@@ -26,7 +26,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # perf[16] set before torch is loaded: idle threads sleep
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # perf[16] set before torch is loaded: idle threads wait briefly
 import numpy as np
 import torch
 import tyro
@@ -276,6 +276,7 @@ def train(args: Args) -> dict[str, float]:
     action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
     logprob_buffer, value_buffer = torch.zeros(2, T, N, device=device)
     batch = {}
+    acting = {name: p.bfloat16() if args.bf16 else p for name, p in params.items()}  # perf[19]
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
 
     def evaluate(params: dict, frames: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,7 +285,7 @@ def train(args: Args) -> dict[str, float]:
         return logits.to(lr.dtype), value.to(lr.dtype)
 
     def policy(frames: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, value = evaluate(params, frames)
+        logits, value = evaluate(acting, frames)  # perf[19]
         action = (logits + noise).argmax(-1)
         logprob, _ = categorical_logprob_entropy(action, logits)
         return action, logprob, value
@@ -322,6 +323,8 @@ def train(args: Args) -> dict[str, float]:
     progress = tqdm(total=num_iterations * batch_size, unit="step", desc=args.exp_name, dynamic_ncols=True)
     last_returns, marks, global_step = deque(maxlen=100), [(time.perf_counter(), 0)], 0
     for iteration in range(num_iterations):
+        for name, p in params.items():  # perf[19] convert the weights once a rollout, not in each policy step
+            acting[name].copy_(p)
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel: its argmax is a sample
         for k in range(T * G + G - 1):  # perf[10] act for one group, then receive what the other has done meanwhile
             # act; perf[7] copies that do not wait, then one sync
