@@ -60,22 +60,21 @@ def is_ours(mode: str) -> bool:
 
 
 def curves(path: Path):
-    """One row an environment: return against steps and minutes, a thin line a seed, a thick one their mean.
+    """One row an environment and length of training: return against steps and minutes, a thin line a seed.
 
-    What is published is shown where it took as many steps.
+    A thick line is the mean of the seeds. What is published is shown where it took as many steps.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    files = sorted((RESULTS / "curves").glob("*.csv"))
     panels_of = defaultdict(list)
-    for file in files:
-        script, env_id, mode = file.stem.split("__")
-        panels_of[script, env_id].append((mode.replace("-", " "), read_csv(file)))
+    for file in sorted((RESULTS / "curves").glob("*.csv")):
+        script, env_id, total_timesteps, mode = file.stem.split("__")
+        panels_of[script, env_id, total_timesteps].append((mode.replace("-", " "), read_csv(file)))
     figure, panels = plt.subplots(len(panels_of), 2, figsize=(9, 2.6 * len(panels_of)), squeeze=False)
-    for (left, right), ((script, env_id), runs) in zip(panels, panels_of.items(), strict=True):
+    for (left, right), ((script, env_id, total_timesteps), runs) in zip(panels, panels_of.items(), strict=True):
         for mode, rows in runs:
             color = {"eager": "#c05621", "compile+bf16": "#2f855a"}.get(mode, OURS)
             for seed in dict.fromkeys(row["seed"] for row in rows):
@@ -89,7 +88,7 @@ def curves(path: Path):
             steps = sorted(returns_at)
             left.plot(steps, [fmean(returns_at[step]) for step in steps], color=color, lw=1.5, label=mode)
         for published in read_csv(ROOT / "benchmark" / "published.csv"):
-            if (published["script"], published["env_id"], int(published["steps"])) == (script, env_id, steps[-1]):
+            if (published["script"], published["env_id"], published["steps"]) == (script, env_id, total_timesteps):
                 mean, std = float(published["mean"]), float(published["std"])
                 for panel in (left, right):
                     panel.axhspan(mean - std, mean + std, color="#718096", alpha=0.2, lw=0)
@@ -166,10 +165,12 @@ def best_block(folder: str = "cpu") -> str:
         peer = max((mode for mode in rows if not is_ours(mode)), key=lambda mode: rows[mode]["sps"][0], default=None)
         beside = f", {times[peer]:.2f} x peer" if peer else ""
         fastest = f"{rows[peer]['sps'][0]:,.0f} ({peer})" if peer else "none"
+        trained = [row for row in return_rows() if row[0] == report["script"]]
+        trained = [row for row in trained if row[3] in ("compile", "compile+cudagraphs")]  # which compute the same
         finals = [
             f"{env}{f' at {int(steps):,} steps' if ' at ' in published else ''} {mean} ({published or 'none'})"
-            for script, env, steps, mode, _, mean, published in return_rows()
-            if script == report["script"] and mode in ("compile", "compile+cudagraphs")  # which compute the same
+            for _, env, steps, _, _, mean, published in trained
+            if int(steps) == max(int(row[2]) for row in trained if row[1] == env)
         ]
         lines.append(
             f"| {report['script']} | {report['env_id']} | {rows['eager']['sps'][0]:,.0f} | **{ours['sps'][0]:,.0f}** "
@@ -216,11 +217,11 @@ def bf16_block() -> str:
     """Markdown: Breakout's returns without and with --bf16, and their difference with a 95 % bootstrap interval."""
     import numpy as np
 
-    modes, rng = ("compile", "compile+bf16"), np.random.default_rng(0)
+    modes, steps, rng = ("compile", "compile+bf16"), "150000", np.random.default_rng(0)
     ends, whole = [], []  # a row a mode: the last 100 episodes, and the curve's mean, of each seed
     for mode in modes:
-        key, runs = ("ppo_atari_envpool", "Breakout-v5", mode), read_csv(RESULTS / "returns.csv")
-        runs = [run for run in runs if (run["script"], run["env_id"], run["mode"]) == key]
+        key, runs = ("ppo_atari_envpool", "Breakout-v5", steps, mode), read_csv(RESULTS / "returns.csv")
+        runs = [run for run in runs if (run["script"], run["env_id"], run["steps"], run["mode"]) == key]
         curve = read_csv(RESULTS / "curves" / f"{'__'.join(key)}.csv")
         of_seeds = [[float(row["episodic_return"]) for row in curve if row["seed"] == run["seed"]] for run in runs]
         ends.append([float(run["episodic_return"]) for run in runs])

@@ -3,8 +3,8 @@
     python benchmark/returns.py dqn --env-ids CartPole-v1 Acrobot-v1 --seeds 1 2 3 --modes eager compile
 
 Each run appends one row to results/returns.csv (the mean return of its last 100 training episodes) and its curve, in
-100 bins, to results/curves/SCRIPT__ENV__MODE.csv. A run that is recorded already is not repeated: an interrupted
-sweep goes on where it stopped. To repeat it, take out its row and its part of the curve.
+100 bins, to results/curves/SCRIPT__ENV__STEPS__MODE.csv. A run that is recorded already is not repeated: an
+interrupted sweep goes on where it stopped. To repeat it, take out its row and its part of the curve.
 """
 
 import csv
@@ -78,7 +78,7 @@ def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
         summary = json.loads((run_dir / "summary.json").read_text())
         curve = learning_curve(run_dir, total_timesteps)
     key = {"script": script, "env_id": env_id, "mode": mode, "seed": seed}
-    name = f"{script}__{env_id}__{mode}.csv".replace("/", "_").replace(" ", "-")
+    name = f"{script}__{env_id}__{total_timesteps}__{mode}.csv".replace("/", "_").replace(" ", "-")
     append_csv(RESULTS / "curves" / name, [{"seed": seed} | row for row in curve])
     metrics, here = summary["metrics"], machine()
     row = key | {

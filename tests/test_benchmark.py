@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, SCRIPTS
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import ablate  # noqa: E402
@@ -19,6 +20,7 @@ import compare  # noqa: E402
 import measure  # noqa: E402
 import phases  # noqa: E402
 import plot  # noqa: E402
+import returns  # noqa: E402
 
 
 def test_every_pair_is_measured_and_its_tricks_can_be_taken_out():
@@ -261,14 +263,15 @@ def test_the_phases_show_the_median_simulator(monkeypatch, tmp_path):
 
 
 def test_the_returns_with_bf16_are_beside_those_without(monkeypatch, own_folder):
-    """Three seeds each, and a run of another game."""
+    """Three seeds each, and a run of another game and a longer one."""
     monkeypatch.setattr(plot, "RESULTS", own_folder)
     (own_folder / "curves").mkdir()
-    runs = ["script,env_id,mode,seed,episodic_return", "ppo_atari_envpool,Pong-v5,compile,1,-20"]
+    runs = ["script,env_id,mode,seed,steps,episodic_return", "ppo_atari_envpool,Pong-v5,compile,1,150000,-20"]
+    runs += ["ppo_atari_envpool,Breakout-v5,compile,1,1000000,100"]
     for mode, ends in (("compile", (1.0, 2.0, 3.0)), ("compile+bf16", (2.0, 3.0, 4.0))):
-        runs += [f"ppo_atari_envpool,Breakout-v5,{mode},{seed},{end}" for seed, end in enumerate(ends)]
+        runs += [f"ppo_atari_envpool,Breakout-v5,{mode},{seed},150000,{end}" for seed, end in enumerate(ends)]
         curve = [f"{seed},{episodic_return}" for seed, end in enumerate(ends) for episodic_return in (0, -2 * end)]
-        path = own_folder / "curves" / f"ppo_atari_envpool__Breakout-v5__{mode}.csv"
+        path = own_folder / "curves" / f"ppo_atari_envpool__Breakout-v5__150000__{mode}.csv"
         path.write_text("\n".join(["seed,episodic_return", *curve]))
     (own_folder / "returns.csv").write_text("\n".join(runs))
     *_, ends, whole = plot.bf16_block().splitlines()
@@ -276,6 +279,35 @@ def test_the_returns_with_bf16_are_beside_those_without(monkeypatch, own_folder)
     assert whole.startswith("| over the whole run | -2.00 ± 1.00 | -3.00 ± 1.00 | -1.00 | ")
     low, high = map(float, ends.split("|")[-2].split(" to "))  # the mean of three has a deviation of 0.47 if drawn anew
     assert low == pytest.approx(1 - 1.96 * 0.47 * 2**0.5, abs=0.15) and high == pytest.approx(2 - low)
+
+
+def test_runs_of_other_lengths_have_curves_of_their_own(monkeypatch, own_folder):
+    """A run as often as its length is new; the README shows the longest, of a game that took more steps elsewhere."""
+
+    def train(command, cwd, check):
+        total_timesteps = int(command[command.index("--total-timesteps") + 1])
+        with SummaryWriter(f"{cwd}/runs/x") as writer:
+            for step in (8, total_timesteps // 2, total_timesteps):
+                writer.add_scalar("charts/episodic_return", step / 1000, step)
+        with open(f"{cwd}/runs/x/summary.json", "w") as file:
+            json.dump({"metrics": {"episodic_return": total_timesteps / 1000}}, file)
+
+    monkeypatch.setattr(returns.subprocess, "run", train)
+    monkeypatch.setattr(returns, "machine", lambda: dict.fromkeys(("gpu", "cpu", "torch", "commit"), "x"))
+    monkeypatch.setattr(returns, "RESULTS", own_folder)
+    monkeypatch.setattr(plot, "RESULTS", own_folder)
+    for total_timesteps in (2000, 4000, 2000):
+        returns.main(returns.Args("ppo_atari_envpool", ("Pong-v5",), (1,), total_timesteps=total_timesteps))
+    for total_timesteps in (2000, 4000):
+        curve = plot.read_csv(own_folder / f"curves/ppo_atari_envpool__Pong-v5__{total_timesteps}__compile.csv")
+        assert [int(row["step"]) for row in curve] == [total_timesteps // 100, total_timesteps // 2, total_timesteps]
+        assert float(curve[-1]["episodic_return"]) == total_timesteps / 1000
+    assert [row["steps"] for row in plot.read_csv(own_folder / "returns.csv")] == ["2000", "4000"]
+    plot.curves(own_folder / "x.png")
+    rows = [{"mode": m, "sps": [1] * 3, "runs": [{"SPS": 1, "rates": [1]}]} for m in ("eager", "compile")]
+    report = {"script": "ppo_atari_envpool", "env_id": "Breakout-v5", "modes": rows}
+    monkeypatch.setattr(plot, "speed_reports", lambda folder: [report])
+    assert plot.best_block().endswith("| none | Pong-v5 at 4,000 steps 4.0 (20.8 ± 0.2 at 10,000,000) |")
 
 
 def test_a_block_is_replaced_and_nothing_else(monkeypatch, own_folder):
