@@ -218,7 +218,7 @@ def train(args: Args) -> dict[str, float]:
     T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
     minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
     if num_iterations < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
-        fail(f"a rollout's {batch_size} steps exceed --total-timesteps, or do not make --num-minibatches of 2 or more.")
+        fail(f"--total-timesteps must be at least {batch_size}, a rollout, and --num-minibatches a divisor below it.")
     envs = make_envs(args.env_id, [(10_000 * args.seed + i) % 2**31 for i in range(N)])
     device, run_dir, writer = start_run(args)
     num_actions, done, scores = int(envs.action_space.n), np.zeros(N, bool), np.zeros(N)

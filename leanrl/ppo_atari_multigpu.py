@@ -262,7 +262,7 @@ def train(args: Args) -> dict[str, float]:
     minibatch_size, iteration_size = batch_size // args.num_minibatches, batch_size * world_size
     num_iterations = args.total_timesteps // iteration_size
     if num_iterations < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
-        fail(f"{iteration_size} steps exceed --total-timesteps, or {batch_size} do not make --num-minibatches of >= 2.")
+        fail(f"--total-timesteps must be at least {iteration_size}, --num-minibatches a divisor below {batch_size}.")
     envs = make_envs(args.env_id, [(10_000 * args.seed + N * rank + i) % 2**31 for i in range(N)])  # of this rank
     device, run_dir, writer = start_rank(args, rank)
     num_actions, done, scores = int(envs.action_space.n), np.zeros(N, bool), np.zeros(N)

@@ -129,7 +129,8 @@ BAD_ATARI = {
     "no Atari game": ({"env_id": "CartPole-v1"}, "'CartPole-v1' is no Atari game; try "),
 }
 BAD_PPO = {
-    "sizes that do not divide": ({"num_minibatches": 7}, "num-minibatches"),
+    "sizes that do not divide": ({"num_minibatches": 7}, "--num-minibatches a divisor below"),
+    "less than a rollout": ({"total_timesteps": 1}, "--total-timesteps must be at least"),
     "no minibatch": ({"num_minibatches": 0}, "num-minibatches"),
     "minibatches of one row": ({"num_steps": 256, "num_envs": 1, "num_minibatches": 256}, "num-minibatches"),
     "no epoch": ({"update_epochs": 0}, "--update-epochs"),
