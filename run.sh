@@ -62,19 +62,19 @@ case ${1:-} in
     python benchmark/compare.py --out benchmark/results/cpu
     python benchmark/phases.py --out benchmark/results/phases
     python benchmark/ablate.py --out benchmark/results/ablation
-    python benchmark/returns.py ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
-    python benchmark/returns.py ppo_continuous_action --modes eager --seeds 1
-    for script in td3_continuous_action sac_continuous_action; do
-      python benchmark/returns.py $script --total-timesteps 200000
-      python benchmark/returns.py $script --total-timesteps 200000 --modes eager --seeds 1
-    done
-    python benchmark/returns.py td3_continuous_action --total-timesteps 200000 --modes eager --seeds 2
-    python benchmark/returns.py ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 \
-      --modes eager compile compile+bf16
-    python benchmark/returns.py ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 \
-      --seeds 1 2 3 4 5 6 7 8 9 10
-    python benchmark/returns.py ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --seeds 1 --modes "2 ranks"
-    python benchmark/returns.py dqn --env-ids CartPole-v1 --seeds 1 2 3 4 5 6 7 8 9 10 --total-timesteps 500000
+    run="python benchmark/returns.py"
+    $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
+    $run ppo_continuous_action --modes eager --seeds 1
+    $run td3_continuous_action --total-timesteps 200000
+    $run td3_continuous_action --total-timesteps 200000 --modes eager --seeds 1 2
+    $run sac_continuous_action --total-timesteps 200000
+    $run sac_continuous_action --total-timesteps 200000 --modes eager --seeds 1
+    $run dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds $(seq 10)
+    $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
+    $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --modes eager compile compile+bf16 --seeds 1 2
+    $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --seeds 3
+    $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 2500000 --modes eager compile compile+bf16 --seeds 1
+    $run ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --modes "2 ranks" --seeds 1
     exec python benchmark/plot.py
     ;;
 esac

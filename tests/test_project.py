@@ -1,11 +1,14 @@
 """Requirements, PEP 723 blocks, and every command that the documents show."""
 
 import ast
+import csv
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -69,9 +72,6 @@ def commands() -> list[str]:
     for path in DOCUMENTS:
         for block in re.findall(r"```(?:bash|sh)\n(.*?)```", path.read_text(), re.DOTALL):
             lines += block.replace("\\\n", " ").splitlines()
-    shell = (ROOT / "run.sh").read_text().replace("exec python", "python").replace("$script", "dqn")
-    shell = map(str.strip, shell.replace("\\\n", " ").splitlines())
-    lines += [line for line in shell if line.startswith("python benchmark/")]
     for path in (ROOT / "benchmark").glob("*.py"):
         lines += (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
     for name in ALL_SCRIPTS:
@@ -127,6 +127,33 @@ def test_run_sh_help_lists_every_command_and_refuses_others():
     for command in re.findall(r"^  (\w+)\)", text, re.MULTILINE):
         assert f"./run.sh {command}" in shown
     assert len(text.splitlines()) <= 80
+
+
+def test_the_sweep_trains_every_published_run(tmp_path):
+    """A copy of run.sh, in which nothing is to be installed and python only prints what it was told."""
+    shutil.copy(ROOT / "run.sh", tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nprintf "%s\\t" python "$@"\necho\n')
+    python.chmod(0o755)
+    checksum = subprocess.check_output("cat requirements/*.txt | cksum", shell=True, cwd=tmp_path, text=True)
+    for name in ("core", "peers"):
+        (tmp_path / ".venv" / f"{name}-{checksum.split()[0]}").touch()
+    ran = subprocess.check_output(["./run.sh", "sweep"], cwd=tmp_path, text=True)
+    lines = [shlex.join(line.rstrip("\t").split("\t")) for line in ran.splitlines()]
+    trained = set()
+    for line in lines:
+        test_every_command_in_the_documents_parses(line)
+        _, program, *words = shlex.split(line)
+        if program == "benchmark/returns.py":
+            args = tyro.cli(importlib.import_module("returns").Args, args=words)
+            runs = itertools.product([args.script], args.env_ids, args.modes, args.seeds, [args.total_timesteps])
+            trained |= {tuple(map(str, run)) for run in runs}
+    with (ROOT / "benchmark" / "results" / "returns.csv").open() as file:
+        for row in csv.DictReader(file):
+            assert tuple(row[name] for name in ("script", "env_id", "mode", "seed", "steps")) in trained
+    assert lines[-1] == "python benchmark/plot.py" and any("benchmark/compare.py" in line for line in lines)
 
 
 def test_the_project_speaks_of_itself_alone():
