@@ -22,17 +22,17 @@ from measure import ROOT, modes
 
 Edits = tuple[tuple[str, str], ...]
 SKIP = "torch.compiler.set_stance(skip_guard_eval_unsafe=True)"
-WRAPPER, GENERATOR = '"cpp_wrapper": device.type == "cpu"', '"fallback_random": True'
+WRAPPER, GENERATOR = '"cpp_wrapper": not on_gpu', '"fallback_random": True'
 AUTOTUNE = ((WRAPPER, f'{WRAPPER}, "max_autotune": True'),)
 POWERS = (
-    "    power, power_sq = (step * math.log(0.9)).exp(), (step * math.log(0.999)).exp()",
-    "    power, power_sq = 0.9**step, 0.999**step",
+    ("    power = (step * math.log(0.9)).exp()", "    power = 0.9**step"),
+    ("    power_sq = (step * math.log(0.999)).exp()", "    power_sq = 0.999**step"),
 )
 
 ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done to it -> (mode, edits)
     "ppo_continuous_action": {
-        "without perf[1]: no compilation": ("twin", ()),
-        "without perf[8]: GAE as a loop over time": (
+        "without perf[graph]: no compilation": ("twin", ()),
+        "without perf[scan]: GAE as a loop over time": (
             "compile",
             (
                 (
@@ -43,7 +43,7 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
                 ),
             ),
         ),
-        "without perf[9]: value and log-prob of each row while acting": (
+        "without perf[batch]: value and log-prob of each row while acting": (
             "compile",
             (
                 (
@@ -53,30 +53,29 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
                 ),
             ),
         ),
-        "without perf[12]: 13 parameters, not one vector": (
+        "without perf[flat]: 13 parameters, not one vector": (
             "compile",
             (
                 (
-                    "    flat = nn.utils.parameters_to_vector(agent.parameters())  # perf[12]\n"
-                    "    nn.utils.vector_to_parameters(flat, agent.parameters())  # from here on they are views of it\n"
-                    "    adam_state = [torch.zeros_like(flat)], [torch.zeros_like(flat)], "
-                    "torch.full((), 0, device=device)\n",
+                    "    flat = nn.utils.parameters_to_vector(agent.parameters())  # perf[flat]\n"
+                    "    nn.utils.vector_to_parameters(flat, agent.parameters())  "
+                    "# from here on they are views of the vector\n"
+                    "    adam = adam_state([flat])\n",
                     "    flat = {name: p.detach() for name, p in agent.named_parameters()}\n"
-                    "    adam_state = [[torch.zeros_like(p) for p in flat.values()] for _ in range(2)]\n"
-                    "    adam_state.append(torch.full((), 0, device=device))\n",
+                    "    adam = adam_state(flat.values())\n",
                 ),
                 ("functional_call(agent, unflatten(flat, shapes), ", "functional_call(agent, flat, "),
                 (
-                    "    grad *= (args.max_grad_norm / (grad.norm() + 1e-6)).clamp(max=1)\n"
-                    "    adam_([flat], [grad], *adam_state, lr, eps=1e-5)\n",
-                    "    norm = torch.stack([g.norm() for g in grad.values()]).norm()\n"
-                    "    scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)\n"
-                    "    adam_(flat.values(), [g * scale for g in grad.values()], *adam_state, lr, eps=1e-5)\n",
+                    "        grad *= (args.max_grad_norm / (grad.norm() + 1e-6)).clamp(max=1)\n"
+                    "        adam_([flat], [grad], *adam, lr, eps=1e-5)\n",
+                    "        norm = torch.stack([g.norm() for g in grad.values()]).norm()\n"
+                    "        scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)\n"
+                    "        adam_(flat.values(), [g * scale for g in grad.values()], *adam, lr, eps=1e-5)\n",
                 ),
             ),
         ),
-        "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
-        "without perf[14]: act through nn.Module": (
+        "without perf[guards]: guards before each call": ("compile", ((SKIP, "pass"),)),
+        "without perf[host]: act through nn.Module": (
             "compile",
             (
                 (
@@ -110,7 +109,7 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
                 ),
             ),
         ),
-        "without perf[17]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
+        "without perf[cpp]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
         "tried: max-autotune": ("compile", AUTOTUNE),
         "eager: Adam without fused=True": ("eager", ((", fused=True", ""),)),
         "eager: as many threads as cores": ("eager", (("    torch.set_num_threads(1)", "    _ = (1)"),)),
@@ -135,47 +134,45 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
             "eager",
             (
                 (
-                    "                optimizer.step()\n",
-                    "                optimizer.step()\n                _ = {k: v.item() for k, v in losses.items()}\n",
+                    "        optimizer.step()\n",
+                    "        optimizer.step()\n        _ = {k: v.item() for k, v in losses.items()}\n",
                 ),
             ),
         ),
     },
 }
 SET_UP = "    envs = [make_env("
+RATES = {  # of each optimizer
+    "td3": {"actor.parameters()": "learning_rate", "critics.parameters()": "learning_rate"},
+    "sac": {"actor.parameters()": "policy_lr", "critics.parameters()": "q_lr", "[log_alpha]": "q_lr"},
+}
 FUSED = {
-    "td3": tuple(
-        (f"({net}.parameters(), lr=args.learning_rate, fused=True)", f"({net}.parameters(), lr=args.learning_rate)")
-        for net in ("actor", "critics")
-    ),
-    "sac": ((", lr=lr, fused=True)", ", lr=lr)"),),
+    algorithm: tuple((f"({of}, lr=args.{rate}, fused=True)", f"({of}, lr=args.{rate})") for of, rate in rates.items())
+    for algorithm, rates in RATES.items()
 }
 for algorithm in ("td3", "sac"):
     ABLATIONS[f"{algorithm}_continuous_action"] = {
-        "without perf[1]: no compilation": ("twin", ()),
-        "without perf[5]: one critic after the other": (
+        "without perf[graph]: no compilation": ("twin", ()),
+        "without perf[vmap]: one critic after the other": (
             "compile",
             (
                 (
-                    "        return vmap(lambda params: functional_call(critic, params, (obs, action)))(params)\n",
+                    "        return vmap(lambda params: functional_call(critics[0], params, (obs, action)))(params)\n",
                     "        each = [{name: p[i] for name, p in params.items()} for i in range(2)]\n"
-                    "        return torch.stack([functional_call(critic, params, (obs, action)) for params in each])\n",
+                    "        return torch.stack([functional_call(critics[0], params, (obs, action)) for params in each])\n",
                 ),
             ),
         ),
-        "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
-        "without perf[17]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
+        "without perf[guards]: guards before each call": ("compile", ((SKIP, "pass"),)),
+        "without perf[cpp]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
         "with the policy step not compiled": (
             "compile",
             (
-                (
-                    "        policy, update, update_with_actor = compiled",
-                    "        _, update, update_with_actor = compiled",
-                ),
+                ("        policy = torch.compile(policy, fullgraph=True, options=options)\n", ""),
             ),
         ),
         "with one thread": ("compile", ((SET_UP, "    torch.set_num_threads(1)\n" + SET_UP),)),
-        "with Adam's powers written with **, inlined into its loop": ("compile", (POWERS,)),
+        "with Adam's powers written with **, inlined into its loop": ("compile", POWERS),
         "with the compiler's own random numbers": ("compile", ((GENERATOR, '"fallback_random": False'),)),
         "eager: Adam without fused=True": ("eager", FUSED[algorithm]),
         "eager: gradients of the critics' weights in the actor's loss": (
@@ -184,45 +181,41 @@ for algorithm in ("td3", "sac"):
         ),
         "eager: with one thread": ("eager", ((SET_UP, "    torch.set_num_threads(1)\n" + SET_UP),)),
     }
-# with perf[17], torch 2.13 fails to compile SAC so
+# with perf[cpp], torch 2.13 fails to compile SAC so
 ABLATIONS["td3_continuous_action"]["tried: max-autotune"] = ("compile", AUTOTUNE)
 THREADS = "    torch.set_num_threads(1)"
 ABLATIONS["dqn"] = {
-    "without perf[1]: no compilation": ("twin", ()),
-    "without perf[4]: each row inserted as it comes": (
+    "without perf[graph]: no compilation": ("twin", ()),
+    "without perf[ring]: each row inserted as it comes": (
         "compile",
         (
-            ("        host_rows[step % K] = row\n", "        ring[(step + 1) % len(ring)] = torch.as_tensor(row)\n"),
-            (
-                "        ring.index_copy_(0, (newest + offsets) % len(ring), new_rows)\n        newest.add_(K)\n",
-                "        newest.add_(K)\n",
-            ),
+            ("        host_rows[step % num_rows] = row\n", "        ring[(step + 1) % len(ring)] = row\n"),
+            ("    ring.index_copy_(0, index % len(ring), rows)\n", ""),
         ),
     ),
-    "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
-    "without perf[14]: act through nn.Module": (
+    "without perf[guards]: guards before each call": ("compile", ((SKIP, "pass"),)),
+    "without perf[host]: act through nn.Module": (
         "compile",
         (
             (
-                "        hidden = np.maximum(obs @ w1 + b1, 0)  # perf[14]\n"
-                "        return (np.maximum(hidden @ w2 + b2, 0) @ w3 + b3).argmax(-1) + actions.start\n",
-                "        params = unflatten(flat, shapes)\n"
-                "        q = functional_call(q_network, params, torch.as_tensor(obs))\n"
-                "        return q.argmax(-1).numpy() + actions.start\n",
+                "        hidden = np.maximum(obs @ w1 + b1, 0)  # perf[host]\n"
+                "        hidden = np.maximum(hidden @ w2 + b2, 0)\n"
+                "        return first_action + (hidden @ w3 + b3).argmax(-1)\n",
+                "        return first_action + q_network(torch.as_tensor(obs)).argmax(-1).numpy()\n",
             ),
         ),
     ),
     "with as many threads as cores": ("compile", ((THREADS, "    _ = (1)"),)),
-    "without perf[17]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
+    "without perf[cpp]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
     "tried: max-autotune": ("compile", AUTOTUNE),
     "eager: denormal numbers": ("eager", (("torch.set_flush_denormal(True)", "torch.set_flush_denormal(False)"),)),
     "eager: the network asked in exploring steps too": (
         "eager",
-        (("if ask[now] else", "if True else"),),
+        (("        if any_greedy[now]:\n", "        if True:\n"),),
     ),
     "eager: as many threads as cores": ("eager", ((THREADS, "    _ = (1)"),)),
 }
-COMPILED = "policy, update = (torch"
+COMPILED = "        policy = torch.compile(policy, fullgraph=True, options=options)\n"
 PARAMS = "    params = dict(agent.named_parameters())\n"
 AUTOCAST, FIRST, BLOCKS = "        with torch.autocast(", '"trunk.0.weight"', "nn.functional.pixel_unshuffle"
 SECOND = '"trunk.2.weight"'
@@ -240,8 +233,8 @@ HALVE = """
 BRIEFLY = '"GOMP_SPINCOUNT", "5000"'
 KEEP = "    import ctypes; libc = ctypes.CDLL(None); libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)\n"
 ABLATIONS["ppo_atari_envpool"] = {
-    "without perf[1]: no compilation": ("twin", ()),
-    "without perf[11]: channels first": (
+    "without perf[graph]: no compilation": ("twin", ()),
+    "without perf[channels]: channels first": (
         "compile",
         (
             (".to(device, memory_format=torch.channels_last)", ".to(device)"),
@@ -249,21 +242,21 @@ ABLATIONS["ppo_atari_envpool"] = {
             ("non_blocking=True, memory_format=torch.channels_last)", "non_blocking=True)"),
         ),
     ),
-    "without perf[15]: freed memory goes back to the system": ("compile", (('"mallopt")', '"no such")'),)),
-    "without perf[16]: idle threads spin for milliseconds": ("compile", ((BRIEFLY, '"NO_SUCH", ""'),)),
-    "without perf[16]: idle threads sleep at once": ("compile", ((BRIEFLY, '"OMP_WAIT_POLICY", "passive"'),)),
+    "without perf[memory]: freed memory goes back to the system": ("compile", (("    keep_freed_memory()\n", ""),)),
+    "without perf[spin]: idle threads spin for milliseconds": ("compile", ((BRIEFLY, '"NO_SUCH", ""'),)),
+    "without perf[spin]: idle threads sleep at once": ("compile", ((BRIEFLY, '"OMP_WAIT_POLICY", "passive"'),)),
     "--bf16: idle threads spin for milliseconds": ("compile+bf16", ((BRIEFLY, '"NO_SUCH", ""'),)),
     "--bf16: idle threads sleep at once": ("compile+bf16", ((BRIEFLY, '"OMP_WAIT_POLICY", "passive"'),)),
-    "--bf16, without perf[19]: weights converted at each policy step": (
+    "--bf16, without perf[bf16]: weights converted at each policy step": (
         "compile+bf16",
-        (("evaluate(acting, frames)", "evaluate(params, frames)"),),
+        (("evaluate(acting_params, frames)", "evaluate(params, frames)"),),
     ),
-    "without perf[13]: guards before each call": ("compile", ((SKIP, "pass"),)),
-    "with the policy step not compiled": ("compile", ((COMPILED, COMPILED.replace("policy", "_")),)),
-    "without perf[17]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
-    "without perf[18]: the layer of 512 as a matrix product": (
+    "without perf[guards]: guards before each call": ("compile", ((SKIP, "pass"),)),
+    "with the policy step not compiled": ("compile", ((COMPILED, ""),)),
+    "without perf[cpp]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
+    "without perf[conv]: the layer of 512 as a matrix product": (
         "compile",
-        (('if device.type == "cpu" and not args.bf16:', "if False:"),),
+        (("    if not on_gpu and not args.bf16:\n", "    if False:\n"),),
     ),
     "tried: max-autotune": ("compile", AUTOTUNE),
     "tried: a first convolution of 2 x 2 blocks, 16 pixels each": (
@@ -283,11 +276,11 @@ ABLATIONS["ppo_atari_envpool"] = {
             (AUTOCAST, f"        params = params | {{{SECOND}: halve(params[{SECOND}])}}\n{AUTOCAST}"),
         ),
     ),
-    "eager: freed memory is kept, as by perf[15]": (
+    "eager: freed memory is kept, as by perf[memory]": (
         "eager",
-        (("    num_actions, done,", f"{KEEP}    num_actions, done,"),),
+        (("    num_actions = int(", f"{KEEP}    num_actions = int("),),
     ),
-    "eager: idle threads spin briefly, as by perf[16]": (
+    "eager: idle threads spin briefly, as by perf[spin]": (
         "eager",
         (("import numpy as np\n", 'import os; os.environ["GOMP_SPINCOUNT"] = "5000"\nimport numpy as np\n'),),
     ),

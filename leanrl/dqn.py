@@ -1,17 +1,20 @@
 # /// script
-# dependencies = ["torch==2.13.0", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
-#                 "tensorboard==2.21.0", "wandb==0.31.0"]
+# dependencies = [
+#     "torch==2.13.0", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0",
+# ]
 # ///
-"""DQN (Mnih et al. 2015, https://www.nature.com/articles/nature14236) on vectors, in plain PyTorch.
+"""Deep Q-learning (DQN) on vector observations, in plain PyTorch.
 
     python leanrl/dqn.py --env-id CartPole-v1 --seed 1
 
-Twin: dqn_torchcompile.py computes the same several times faster; `diff -u` the two to see how.
-Shapes: N = num_envs, B = batch_size, O the size of an observation, A the number of actions.
-Departures from CleanRL's script of this name:
-1. The order is act, learn, step, store: the newest transition can be drawn one step later.
-2. An observation is stored once, and the step in which an env resets itself weighs nothing in a loss.
-3. The network is asked only when it decides: an exploring step draws its action without it.
+Paper: Mnih et al. 2015, https://www.nature.com/articles/nature14236.
+Fast twin: dqn_torchcompile.py. `diff -u` the two files to see what makes it faster.
+Shapes: N = num_envs, B = batch_size, O = size of an observation, A = number of actions.
+Differences from CleanRL's script of the same name:
+1. The loop is act, learn, step, store, so a new transition can be sampled one step later than in CleanRL.
+2. Each observation is stored once. The step in which an env resets itself gets weight 0 in the loss.
+3. The network is only evaluated when it decides: a random action needs no forward pass.
 """
 
 import copy
@@ -34,70 +37,87 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-REPORT_INTERVAL = 500  # env steps
-WARMUP_REPORTS = 3  # not in the reported rate: compilation, capture, cold caches
+REPORT_INTERVAL = 500  # env steps between two reports
+WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem  # part of the run folder's name
-    seed: int = 1  # of everything random; different seeds share no env stream
-    torch_deterministic: bool = True  # let cuDNN choose only deterministic kernels
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
+    seed: int = 1  # seeds the agent and the envs; different seeds never share an env's random stream
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
-    device: str | None = None  # a certain device, such as cuda:1; overrides --cuda
+    device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
 
     env_id: str = "CartPole-v1"  # any Gymnasium id with vectors and discrete actions, also my_package:MyEnv-v0
-    total_timesteps: int = 500_000  # env steps, summed over envs
-    learning_rate: float = 2.5e-4  # of Adam
-    num_envs: int = 1  # envs stepped in turn; divides --train-frequency
-    buffer_size: int = 10_000  # transitions that the replay ring holds
-    gamma: float = 0.99  # discount
-    tau: float = 1.0  # share of the new parameters in a step of the target
-    target_network_frequency: int = 500  # env steps between steps of the target
-    batch_size: int = 128  # transitions in an update
+    total_timesteps: int = 500_000  # env steps, summed over all envs
+    learning_rate: float = 2.5e-4  # learning rate of Adam
+    num_envs: int = 1  # number of envs, stepped one after the other; must divide --train-frequency
+    buffer_size: int = 10_000  # capacity of the replay ring, in transitions
+    gamma: float = 0.99  # discount factor
+    tau: float = 1.0  # how far the target network moves towards the trained one at each of its updates
+    target_network_frequency: int = 500  # env steps between updates of the target network
+    batch_size: int = 128  # transitions per update
     start_e: float = 1.0  # probability of a random action at the start
-    end_e: float = 0.05  # and in the end
-    exploration_fraction: float = 0.5  # of total_timesteps, until --end-e is reached
+    end_e: float = 0.05  # probability of a random action at the end of exploration
+    exploration_fraction: float = 0.5  # share of the run in which that probability falls from --start-e to --end-e
     learning_starts: int = 10_000  # env steps before the first update
     train_frequency: int = 10  # env steps between updates
 
-    track: bool = False  # log to Weights & Biases too
-    wandb_project_name: str = "leanrl"  # with --track
-    wandb_entity: str | None = None  # with --track
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
+    wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
 
 
 def fail(message: str):
-    """Ends the program with one sentence on stderr and exit code 2."""
-    print("error:", *message.split(), file=sys.stderr)  # on one line, whatever it quotes
+    """Ends the program with exit code 2 and one line on stderr."""
+    print("error:", " ".join(message.split()), file=sys.stderr)  # a quoted message may span several lines
     sys.exit(2)
 
 
-def make_env(env_id: str, actions: type[gym.Space]) -> gym.Env:
-    """An env from vectors to this kind of actions, which counts its returns, or one sentence on why not."""
+def check_numbers(args: Args, may_be_zero: tuple[str, ...]):
+    """Refuses negative numbers, and counts of zero except for the named ones."""
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        least = 1 if isinstance(value, int) and name not in may_be_zero else 0
+        if not value >= least:  # true for NaN, too
+            fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+
+
+def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
+    """Makes an env that observes flat vectors and records episode returns; fails if it has other actions or images."""
     try:
         env = gym.make(env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
         near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
         fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
-    flat = env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
-    image = len(env.observation_space.shape or ()) + (env.observation_space.dtype == np.uint8) > 2
-    if image or not flat.observation_space.shape or not isinstance(env.action_space, actions):  # sequence: no shape
-        fail(f"{env_id} maps {env.observation_space} to {env.action_space}; needed: vectors to a {actions.__name__}.")
-    return gym.wrappers.RecordEpisodeStatistics(flat)
+    space = env.observation_space
+    shape = space.shape or ()  # dicts and sequences have none
+    is_image = len(shape) > 2 or (len(shape) == 2 and space.dtype == np.uint8)
+    if len(shape) != 1:
+        env = gym.wrappers.FlattenObservation(env)
+    if is_image or not env.observation_space.shape or not isinstance(env.action_space, action_type):
+        fail(f"{env_id} maps {space} to {env.action_space}; needed: vectors to a {action_type.__name__}.")
+    return gym.wrappers.RecordEpisodeStatistics(env)
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -> list[dict]:
-    """Steps every env, fills the last four arrays (N, ...), returns the "r"eturn and "l"ength of episodes that end.
+    """Steps every env, writes the results into the last four arrays, and returns the episodes that ended.
 
-    An env whose episode has ended resets instead; that step ignores the action and pays 0 (autoreset mode NEXT_STEP).
+    An env whose episode has ended is reset instead; that step ignores the action and has reward 0 (autoreset mode
+    NEXT_STEP). An episode is a dict with its return "r" and its length "l".
     """
     episodes = []
     for i, env in enumerate(envs):
         if terminated[i] or truncated[i]:
-            obs[i], reward[i], terminated[i], truncated[i] = env.reset()[0], 0, False, False
+            obs[i], _ = env.reset()
+            reward[i] = 0
+            terminated[i] = truncated[i] = False
         else:
             obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
-            episodes += [info["episode"]] if "episode" in info else []
+            if "episode" in info:
+                episodes.append(info["episode"])
     return episodes
 
 
@@ -115,21 +135,22 @@ class QNetwork(nn.Module):
 
 
 def linear_schedule(start: float, end: float, duration: float, step: np.ndarray) -> np.ndarray:
-    """From start at step 0 to end at step `duration`, and end from there on."""
+    """Falls linearly from start at step 0 to end at step `duration`, and stays there."""
     share = np.minimum(step / max(duration, 1e-9), 1)
     return (1 - share) * start + share * end
 
 
 def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.device) -> Tensor:
-    """Zeros (C, N, row_size) for `buffer_size` transitions, or one sentence on the memory that it takes.
+    """Zeros (C, N, row_size) with room for `buffer_size` transitions; fails if the memory does not suffice.
 
-    Row t % C holds, for each env, the observation at time t, and the action, reward, terminated and valid of the step
-    that led to it. So a transition is two neighbouring rows, and no observation is stored twice.
+    Row t % C holds the observation at time t, and the action, reward, terminated and valid of the step that led to it.
+    A transition is therefore a pair of neighbouring rows, and no observation is stored twice.
     """
     rows = max(buffer_size // num_envs, 1) + 1
-    needed, available = 4 * rows * num_envs * row_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = 4 * rows * num_envs * row_size
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cuda":
-        available = torch.cuda.mem_get_info(device)[0]
+        available, _ = torch.cuda.mem_get_info(device)
     elif (meminfo := Path("/proc/meminfo")).exists():
         available = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text())[1])
     if needed > available:
@@ -137,19 +158,25 @@ def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.de
     return torch.zeros(rows, num_envs, row_size, device=device)
 
 
-def sample(ring: Tensor, newest, pairs, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
-    """A batch of transitions from the ring, uniform over the last `pairs` pairs of rows up to time `newest`.
+def split_row(row, obs_dim: int):
+    """Views of the parts of replay rows (.., O + A + 3): obs, action, reward, terminated, valid."""
+    return row[..., :obs_dim], row[..., obs_dim:-3], row[..., -3], row[..., -2], row[..., -1]
 
-    Drawn in float64, since float32 would miss some rows of a large ring. A mean over the rows that count is a sum
-    weighted by `weight`, 0 where an env reset itself.
+
+def sample(ring: Tensor, newest, pairs, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
+    """A batch of transitions, drawn uniformly from the last `pairs` pairs of rows up to time `newest`.
+
+    `weight` is 0 where an env reset itself and sums to 1, so a weighted sum is the mean over the rows that count.
     """
     rows, num_envs, _ = ring.shape
-    draw = (torch.rand(batch_size, dtype=torch.float64, device=ring.device) * (pairs * num_envs)).long()
-    time, env = newest - draw // num_envs, draw % num_envs
-    obs, after = ring[(time - 1) % rows, env, :obs_dim], ring[time % rows, env]
-    reward, terminated, valid = after[:, -3:].unbind(-1)
-    batch = {"obs": obs, "action": after[:, obs_dim:-3], "next_obs": after[:, :obs_dim]}
-    return batch | {"reward": reward, "terminated": terminated, "weight": valid / valid.sum().clamp(min=1)}
+    uniform = torch.rand(batch_size, dtype=torch.float64, device=ring.device)  # float32 would miss rows of a large ring
+    draw = (uniform * (pairs * num_envs)).long()
+    time = newest - draw // num_envs
+    env = draw % num_envs
+    obs = ring[(time - 1) % rows, env, :obs_dim]
+    next_obs, action, reward, terminated, valid = split_row(ring[time % rows, env], obs_dim)
+    batch = {"obs": obs, "action": action, "reward": reward, "next_obs": next_obs, "terminated": terminated}
+    return batch | {"weight": valid / valid.sum().clamp(min=1)}
 
 
 def td_target(batch: dict[str, Tensor], next_value: Tensor, gamma: float) -> Tensor:
@@ -163,14 +190,15 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 
 
 def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
-    """Seeds, picks the device, makes the run folder with a TensorBoard writer, which W&B follows under --track."""
+    """Seeds PyTorch, picks the device, and makes the run folder with its TensorBoard writer (W&B follows it)."""
     device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    run_dir = Path("runs", re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"))
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     try:
         device = torch.zeros((), device=device_name).device
         run_dir.mkdir(parents=True, exist_ok=True)
         if args.track:
-            import wandb  # only here: nobody else needs it
+            import wandb  # an optional dependency
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True)
@@ -178,71 +206,81 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
         fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.set_flush_denormal(True)  # the moments of idle weights decay into denormal numbers, which slow a CPU down
+    torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     return device, run_dir, SummaryWriter(run_dir)
 
 
-def report(losses: dict, last_returns: deque, marks: list, global_step: int, writer, progress) -> dict[str, float]:
-    """Writes and returns the losses, read in one sync, and speed from marks, the (seconds, steps) of all reports."""
+def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
+    """Logs and returns the metrics of a run; reading the losses is the only sync.
+
+    marks holds the time in seconds and the env steps at the start and at every report; the last one is now.
+    """
+    global_step = marks[-1][1]
     metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
         if not math.isfinite(loss):
-            progress.close(), writer.close()
+            progress.close()
+            writer.close()
             sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller learning rate may help.")
-    marks.append((time.perf_counter(), global_step))
-    (start, first), (warm, warm_step), (before, last) = marks[0], marks[min(WARMUP_REPORTS, len(marks) - 2)], marks[-2]
-    writer.add_scalar("charts/SPS", (global_step - last) / (marks[-1][0] - before), global_step)
-    metrics["SPS"] = (global_step - warm_step) / (marks[-1][0] - warm)
-    metrics["startup_seconds"] = warm - start - (warm_step - first) / metrics["SPS"]  # the warm-up beyond that rate
+    seconds, steps = np.array(marks).T
+    warm = min(WARMUP_REPORTS, len(marks) - 2)
+    metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
+    # compilation, capture and cold caches: how much longer the warm-up took than the same steps take now
+    metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
     metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
+    writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
     progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
     progress.update(global_step - progress.n)
     return metrics | {"global_step": global_step}
 
 
 def train(args: Args) -> dict[str, float]:
-    """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
-    for name, value in vars(args).items():
-        least = int(type(value) is int and name not in ("seed", "learning_starts"))
-        if type(value) in (int, float) and not value >= least:
-            fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
-    N, B, total_steps = args.num_envs, args.batch_size, args.total_timesteps // args.num_envs
+    """Trains an agent and returns the final metrics, which summary.json in the run folder holds, too."""
+    check_numbers(args, may_be_zero=("seed", "learning_starts"))
+    N = args.num_envs
+    total_steps = args.total_timesteps // N
     if args.train_frequency % N or args.buffer_size < args.train_frequency:
         fail("--train-frequency must be a multiple of --num-envs, and --buffer-size at least --train-frequency.")
-    needed = N + -(-max(args.learning_starts, 1) // args.train_frequency) * args.train_frequency  # one update
-    if args.total_timesteps < needed:
-        fail(f"--total-timesteps must be at least {needed}, or nothing is learned after --learning-starts.")
+    first_update = math.ceil(max(args.learning_starts, 1) / args.train_frequency) * args.train_frequency  # env steps
+    if args.total_timesteps < first_update + N:
+        fail(f"--total-timesteps must be at least {first_update + N}, or nothing is learned.")
     envs = [make_env(args.env_id, gym.spaces.Discrete) for _ in range(N)]
-    actions, obs_dim = envs[0].action_space, envs[0].observation_space.shape[0]
+    obs_dim = envs[0].observation_space.shape[0]
+    num_actions = int(envs[0].action_space.n)
+    first_action = int(envs[0].action_space.start)
     device, run_dir, writer = start_run(args)
-    torch.set_num_threads(1)  # matrices this small leave a second core little to do but to be waited for
-    rng, ahead = np.random.default_rng(args.seed), np.arange(REPORT_INTERVAL)[:, None]
+    torch.set_num_threads(1)  # for matrices this small, a second thread costs more than it computes
+    rng = np.random.default_rng(args.seed)
     exploration_steps = args.exploration_fraction * args.total_timesteps
-    # A row of the replay ring. Its parts are views: stepping the envs fills it.
-    row, truncated = np.zeros((N, obs_dim + 1 + 3), np.float32), np.zeros(N, bool)
-    obs, row_action, (reward, terminated, valid) = row[:, :obs_dim], row[:, obs_dim], row.T[-3:]
-    for i, env in enumerate(envs):
-        obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # once; later resets continue the env's stream
-    ring = replay_ring(args.buffer_size, *row.shape, device)
-    ring[0] = torch.as_tensor(row)
 
-    q_network = QNetwork(obs_dim, int(actions.n)).to(device)
+    # The newest row of the replay ring, on the host. Its parts are views: stepping the envs fills it.
+    row = torch.zeros(N, obs_dim + 1 + 3)
+    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)
+    truncated = np.zeros(N, bool)
+    for i, env in enumerate(envs):
+        obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # only here; later resets continue the env's stream
+    ring = replay_ring(args.buffer_size, *row.shape, device)
+    ring[0] = row
+
+    q_network = QNetwork(obs_dim, num_actions).to(device)
     target_network = copy.deepcopy(q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
 
     def act() -> np.ndarray:
         with torch.no_grad():
-            return q_network(torch.as_tensor(obs, device=device)).argmax(-1).cpu().numpy() + actions.start
+            return first_action + q_network(torch.as_tensor(obs, device=device)).argmax(-1).cpu().numpy()
 
     def learn(newest: int) -> dict[str, Tensor]:
-        """A step of the network towards the target (arXiv:1312.5602, eq. 2) on a new batch."""
-        batch = sample(ring, newest, min(newest, len(ring) - 1), B, obs_dim)
+        """Moves the network towards the target (arXiv:1312.5602, eq. 2) on a new batch."""
+        batch = sample(ring, newest, min(newest, len(ring) - 1), args.batch_size, obs_dim)
         with torch.no_grad():
-            target = td_target(batch, target_network(batch["next_obs"]).amax(-1), args.gamma)
-        q = q_network(batch["obs"]).gather(-1, batch["action"].long() - actions.start).squeeze(-1)
+            next_q = target_network(batch["next_obs"])
+            target = td_target(batch, next_q.amax(-1), args.gamma)
+        q = q_network(batch["obs"])
+        q = q.gather(-1, batch["action"].long() - first_action).squeeze(-1)
         loss = td_loss(q, target, batch["weight"])
         optimizer.zero_grad()
         loss.backward()
@@ -250,43 +288,53 @@ def train(args: Args) -> dict[str, float]:
         return {"td_loss": loss.detach(), "q_values": (batch["weight"] * q.detach()).sum()}
 
     progress = tqdm(total=total_steps * N, unit="step", desc=args.exp_name, dynamic_ncols=True)
-    last_returns, losses, marks, global_step = deque(maxlen=100), {}, [], 0
+    last_returns = deque(maxlen=100)
+    losses = {}
+    marks = []
+    global_step = 0
     for step in range(total_steps):
         # act
         now = step % REPORT_INTERVAL
-        if now == 0:  # draw many at once
-            random_action = actions.start + rng.integers(actions.n, size=(REPORT_INTERVAL, N))
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step + N * ahead)
+        if now == 0:  # draw the random numbers of many steps at once
+            steps = global_step + N * np.arange(REPORT_INTERVAL)[:, None]
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, steps)
+            random_action = first_action + rng.integers(num_actions, size=(REPORT_INTERVAL, N))
             greedy = rng.random((REPORT_INTERVAL, N)) >= epsilon
-            ask = greedy.any(1).tolist()
-        action = np.where(greedy[now], act(), random_action[now]) if ask[now] else random_action[now]
+            any_greedy = greedy.any(1)
+        action = random_action[now]
+        if any_greedy[now]:
+            action = np.where(greedy[now], act(), action)
 
         # learn
         learning = step > 0 and global_step >= args.learning_starts
         if learning and global_step % args.train_frequency == 0:
-            marks = marks or [(time.perf_counter(), global_step)]
+            if not marks:
+                marks.append((time.perf_counter(), global_step))  # the clock starts with learning
             losses = learn(step)
         if learning and global_step % args.target_network_frequency < N:
             with torch.no_grad():
                 torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), args.tau)
 
         # step and store
-        row_action[:], valid[:] = action, 1 - np.maximum(terminated, truncated)
+        row_action[:, 0] = action
+        valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
         global_step += N
         for episode in step_envs(envs, action, obs, reward, terminated, truncated):
             writer.add_scalar("charts/episodic_return", episode["r"], global_step)
             writer.add_scalar("charts/episodic_length", episode["l"], global_step)
             last_returns.append(episode["r"])
-        ring[(step + 1) % len(ring)] = torch.as_tensor(row)
+        ring[(step + 1) % len(ring)] = row
 
         # report
         if losses and (global_step % REPORT_INTERVAL < N or step + 1 == total_steps):
-            metrics = report(losses, last_returns, marks, global_step, writer, progress)
+            marks.append((time.perf_counter(), global_step))
+            metrics = report(losses, last_returns, marks, writer, progress)
             writer.add_scalar("charts/epsilon", epsilon[now, 0], global_step)
 
-    ran = {"device": str(device), "compile": False, "cudagraphs": False}
-    (run_dir / "summary.json").write_text(json.dumps({"ran": ran, "metrics": metrics, "args": asdict(args)}, indent=2))
-    [resource.close() for resource in (progress, writer, *envs)]
+    summary = {"device": str(device), "metrics": metrics, "args": asdict(args)}
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    for resource in (progress, writer, *envs):
+        resource.close()
     return metrics
 
 

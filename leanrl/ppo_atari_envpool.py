@@ -1,17 +1,21 @@
 # /// script
-# dependencies = ["torch==2.13.0", "envpool==1.2.5", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
-#                 "tensorboard==2.21.0", "wandb==0.31.0"]
+# dependencies = [
+#     "torch==2.13.0", "envpool==1.2.5", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0",
+# ]
 # ///
-"""PPO on Atari games through EnvPool (Schulman et al. 2017, https://arxiv.org/abs/1707.06347), in plain PyTorch.
+"""Proximal policy optimization (PPO) on Atari games through EnvPool, in plain PyTorch.
 
     python leanrl/ppo_atari_envpool.py --env-id Breakout-v5 --seed 1
 
-Twin: ppo_atari_envpool_torchcompile.py, compiled and captured; `diff -u` the two.
-Shapes: T = num_steps, N = num_envs, B = T * N; a rollout is (T, N, ...), the batch made of it (B, ...).
-Departures from CleanRL's script of this name:
-1. Values are bootstrapped through a truncation; a termination, which a lost life is too, ends the return.
-2. The row after an end, in which EnvPool ignores the action, is masked out of losses and statistics.
-3. Games that end by their time limit count among the returns, and their score ends there.
+Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
+Fast twin: ppo_atari_envpool_torchcompile.py. `diff -u` the two files to see what makes it faster.
+Shapes: T = num_steps, N = num_envs, B = T * N, A = number of actions.
+A rollout has the shape (T, N, ...); flattened to (B, ...) it is the batch.
+Differences from CleanRL's script of the same name:
+1. Values are bootstrapped through a truncation; a termination (or a lost life) ends the return.
+2. The step after an episode's end, whose action EnvPool ignores, is masked out of losses and statistics.
+3. A game that ends by its time limit counts among the returns, and its score ends there.
 """
 
 import difflib
@@ -31,50 +35,63 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-WARMUP_REPORTS = 3  # not in the reported rate: compilation, capture, cold caches
+WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem  # part of the run folder's name
-    seed: int = 1  # of everything random; different seeds share no env stream
-    torch_deterministic: bool = True  # let cuDNN choose only deterministic kernels
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
+    seed: int = 1  # seeds the agent and the envs; different seeds never share an env's random stream
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
-    device: str | None = None  # a certain device, such as cuda:1; overrides --cuda
+    device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
 
     env_id: str = "Breakout-v5"  # any Atari id of EnvPool
-    total_timesteps: int = 10_000_000  # env steps (of 4 frames), summed over envs
-    learning_rate: float = 2.5e-4  # of Adam
-    num_envs: int = 8  # envs stepped at once, by EnvPool's threads
-    num_steps: int = 128  # steps of each env in a rollout
-    anneal_lr: bool = True  # linearly towards zero
-    gamma: float = 0.99  # discount
-    gae_lambda: float = 0.95  # of generalised advantage estimation
-    num_minibatches: int = 4  # per epoch; divides num_envs * num_steps
-    update_epochs: int = 4  # passes over a rollout
-    norm_adv: bool = True  # normalise the advantages of each minibatch
-    clip_coef: float = 0.1  # of the policy ratio, and of the value's change with --clip-vloss
-    clip_vloss: bool = True  # clip the value's change
+    total_timesteps: int = 10_000_000  # env steps (of 4 frames each), summed over all envs
+    learning_rate: float = 2.5e-4  # learning rate of Adam
+    num_envs: int = 8  # number of envs, stepped in parallel by EnvPool's threads
+    num_steps: int = 128  # steps of each env per rollout
+    anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: int = 4  # minibatches per epoch; must divide --num-envs times --num-steps
+    update_epochs: int = 4  # passes over each rollout
+    norm_adv: bool = True  # normalize the advantages of each minibatch
+    clip_coef: float = 0.1  # how far the policy ratio and, with --clip-vloss, the value may move
+    clip_vloss: bool = True  # clip the change of the value, too
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
-    target_kl: float | None = None  # judged after each epoch, on its last minibatch: above it, the others are skipped
+    max_grad_norm: float = 0.5  # scale larger gradients down to this norm
+    target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
-    track: bool = False  # log to Weights & Biases too
-    wandb_project_name: str = "leanrl"  # with --track
-    wandb_entity: str | None = None  # with --track
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
+    wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
 
 
 def fail(message: str):
-    """Ends the program with one sentence on stderr and exit code 2."""
-    print("error:", *message.split(), file=sys.stderr)  # on one line, whatever it quotes
+    """Ends the program with exit code 2 and one line on stderr."""
+    print("error:", " ".join(message.split()), file=sys.stderr)  # a quoted message may span several lines
     sys.exit(2)
 
 
+def check_numbers(args: Args, may_be_zero: tuple[str, ...]):
+    """Refuses negative numbers, and counts of zero except for the named ones."""
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        least = 1 if isinstance(value, int) and name not in may_be_zero else 0
+        if not value >= least:  # true for NaN, too
+            fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+
+
 def make_envs(env_id: str, seeds: list[int]):
-    """EnvPool's envs of a game, one a seed; a lost life ends an episode, rewards are clipped to -1, 0, 1."""
+    """Makes EnvPool envs of an Atari game, one per seed.
+
+    A lost life ends an episode, and rewards are clipped to -1, 0 or 1. The unclipped reward is in info["reward"].
+    """
     try:
-        import envpool  # only here: its absence gets a sentence
+        import envpool  # here, so that its absence gets a sentence
     except ImportError:
         fail("EnvPool is missing; pip install envpool==1.2.5")
     try:
@@ -83,27 +100,31 @@ def make_envs(env_id: str, seeds: list[int]):
         )
     except (AssertionError, TypeError):
         games = [name for name, spec in envpool.registration.registry.specs.items() if spec[0] == "envpool.atari"]
-        fail(f"{env_id!r} is no Atari game; try {', '.join(difflib.get_close_matches(env_id, games, cutoff=0))}.")
+        near = difflib.get_close_matches(env_id, games, cutoff=0)
+        fail(f"{env_id!r} is no Atari game; try {', '.join(near)}.")
 
 
 def games_that_end(info: dict, truncated: np.ndarray, scores: np.ndarray) -> list[dict]:
-    """Adds a step's unclipped rewards to the running scores (N,); the "r"eturn and "l"ength of games that end."""
+    """Adds the unclipped rewards of a step to the running scores (N,), and returns the games that ended.
+
+    A game is a dict with its return "r" and its length "l". Its score starts anew at 0.
+    """
     scores += info["reward"]
-    over = np.flatnonzero(info["terminated"] | truncated)  # terminated says that the last life is lost
+    over = np.flatnonzero(info["terminated"] | truncated)  # terminated: the last life is lost
     games = [{"r": scores[i], "l": info["elapsed_step"][i]} for i in over]
     scores[over] = 0
     return games
 
 
 def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
-    """The layer, with orthogonal weights of this gain (Saxe et al. 2014) and without biases at first."""
+    """Gives a layer orthogonal weights (Saxe et al. 2014) and zero biases, and returns it."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class AtariAgent(nn.Module):
-    """A policy and a value function on the convolutions of Mnih et al. 2015, from the last four frames."""
+    """A policy and a value function on the convolutions of Mnih et al. 2015; they see four frames."""
 
     def __init__(self, num_actions: int):
         super().__init__()
@@ -113,7 +134,7 @@ class AtariAgent(nn.Module):
             *(orthogonal(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(), nn.Flatten()),
             *(orthogonal(nn.Linear(64 * 7 * 7, 512)), nn.ReLU()),
         )
-        self.actor = orthogonal(nn.Linear(512, num_actions), gain=0.01)  # at first all actions are about as likely
+        self.actor = orthogonal(nn.Linear(512, num_actions), gain=0.01)  # so the first actions are almost uniform
         self.critic = orthogonal(nn.Linear(512, 1), gain=1.0)
 
     def forward(self, frames: Tensor) -> tuple[Tensor, Tensor]:  # uint8 (B, 4, 84, 84) -> logits (B, A), value (B,)
@@ -122,39 +143,45 @@ class AtariAgent(nn.Module):
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
-    logprob = logits.log_softmax(-1)
-    return logprob.gather(-1, action[..., None]).squeeze(-1), -(logprob.exp() * logprob).sum(-1)
+    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    logprobs = logits.log_softmax(-1)  # of all actions
+    logprob = logprobs.gather(-1, action[..., None]).squeeze(-1)
+    return logprob, -(logprobs.exp() * logprobs).sum(-1)
 
 
 def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: float, gae_lambda: float) -> Tensor:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (T, N) each, but value (T + 1, N).
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16); all are (T, N), but value is (T + 1, N).
 
-    value[t + 1] is that of the last observation of an episode that ended at t, since its env resets one step later.
-    So a truncated step bootstraps from it and a terminated one does not; both cut the trace.
+    If an episode ends at t, value[t + 1] is the value of its last observation, since the env resets one step later.
+    A truncated step bootstraps from it, a terminated one does not. Both cut the trace.
     """
     delta = reward + gamma * (1 - terminated) * value[1:] - value[:-1]
     decay = gamma * gae_lambda * (1 - done)
     advantages = [torch.zeros_like(delta[0])]
     for delta_t, decay_t in zip(reversed(delta.unbind()), reversed(decay.unbind())):
         advantages.append(delta_t + decay_t * advantages[-1])
-    return torch.stack(advantages[:0:-1])
+    return torch.stack(advantages[:0:-1])  # without the zeros at the start, and in the order of time
 
 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
-    """The clipped objective (eq. 7 and 9 of the paper) as a loss (), and what to log; means are over valid rows.
+    """PPO's clipped loss () (eq. 7 and 9) and a dict of what to log; every mean is over the valid rows.
 
-    logprob, value (B,) are of the current parameters, batch["logprob"], batch["value"] of those that acted.
+    logprob, value (B,) are those of the current parameters; batch["logprob"] and batch["value"] those of the policy
+    that acted.
     """
     count = batch["valid"].sum().clamp(min=2)
-    weight, advantage = batch["valid"] / count, batch["advantage"]
+    weight = batch["valid"] / count
+    advantage = batch["advantage"]
     if args.norm_adv:
         advantage = advantage - (weight * advantage).sum()
-        advantage = advantage / ((batch["valid"] * advantage**2).sum().div(count - 1).sqrt() + 1e-8)
+        variance = (batch["valid"] * advantage**2).sum() / (count - 1)
+        advantage = advantage / (variance.sqrt() + 1e-8)
+
     log_ratio = logprob - batch["logprob"]
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = (weight * torch.maximum(-advantage * ratio, -advantage * clipped_ratio)).sum()
+
     value_error = (value - batch["return"]) ** 2
     if args.clip_vloss:
         clipped_value = batch["value"] + (value - batch["value"]).clamp(-args.clip_coef, args.clip_coef)
@@ -168,15 +195,24 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
     return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, losses
 
 
+def explained_variance(batch: dict[str, Tensor]) -> Tensor:
+    """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
+    valid = batch["valid"] > 0
+    return_ = batch["return"][valid]
+    error = return_ - batch["value"][valid]
+    return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+
+
 def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
-    """Seeds, picks the device, makes the run folder with a TensorBoard writer, which W&B follows under --track."""
+    """Seeds PyTorch, picks the device, and makes the run folder with its TensorBoard writer (W&B follows it)."""
     device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    run_dir = Path("runs", re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"))
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     try:
         device = torch.zeros((), device=device_name).device
         run_dir.mkdir(parents=True, exist_ok=True)
         if args.track:
-            import wandb  # only here: nobody else needs it
+            import wandb  # an optional dependency
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True)
@@ -184,61 +220,74 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
         fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.set_flush_denormal(True)  # the moments of idle weights decay into denormal numbers, which slow a CPU down
+    torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     return device, run_dir, SummaryWriter(run_dir)
 
 
-def report(losses: dict, last_returns: deque, marks: list, global_step: int, writer, progress) -> dict[str, float]:
-    """Writes and returns the losses, read in one sync, and speed from marks, the (seconds, steps) of all reports."""
+def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
+    """Logs and returns the metrics of a run; reading the losses is the only sync.
+
+    marks holds the time in seconds and the env steps at the start and at every report; the last one is now.
+    """
+    global_step = marks[-1][1]
     metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
         if not math.isfinite(loss):
-            progress.close(), writer.close()
+            progress.close()
+            writer.close()
             sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller learning rate may help.")
-    marks.append((time.perf_counter(), global_step))
-    (start, first), (warm, warm_step), (before, last) = marks[0], marks[min(WARMUP_REPORTS, len(marks) - 2)], marks[-2]
-    writer.add_scalar("charts/SPS", (global_step - last) / (marks[-1][0] - before), global_step)
-    metrics["SPS"] = (global_step - warm_step) / (marks[-1][0] - warm)
-    metrics["startup_seconds"] = warm - start - (warm_step - first) / metrics["SPS"]  # the warm-up beyond that rate
+    seconds, steps = np.array(marks).T
+    warm = min(WARMUP_REPORTS, len(marks) - 2)
+    metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
+    # compilation, capture and cold caches: how much longer the warm-up took than the same steps take now
+    metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
     metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
+    writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
     progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
     progress.update(global_step - progress.n)
     return metrics | {"global_step": global_step}
 
 
 def train(args: Args) -> dict[str, float]:
-    """Trains an agent and returns the final metrics, which summary.json in the run folder holds too."""
-    for name, value in vars(args).items():
-        least = int(type(value) is int and name != "seed")
-        if type(value) in (int, float) and not value >= least:
-            fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
-    T, N, batch_size = args.num_steps, args.num_envs, args.num_steps * args.num_envs
-    minibatch_size, num_iterations = batch_size // args.num_minibatches, args.total_timesteps // batch_size
-    if num_iterations < 1 or batch_size != max(minibatch_size, 2) * args.num_minibatches:
-        fail(f"--total-timesteps must be at least {batch_size}, a rollout, and --num-minibatches a divisor below it.")
-    envs = make_envs(args.env_id, [(10_000 * args.seed + i) % 2**31 for i in range(N)])
+    """Trains an agent and returns the final metrics, which summary.json in the run folder holds, too."""
+    check_numbers(args, may_be_zero=("seed",))
+    T = args.num_steps
+    N = args.num_envs
+    batch_size = T * N
+    minibatch_size = batch_size // args.num_minibatches
+    num_iterations = args.total_timesteps // batch_size
+    if num_iterations < 1:
+        fail(f"--total-timesteps must be at least {batch_size}, a rollout.")
+    if minibatch_size < 2 or batch_size % args.num_minibatches:
+        fail(f"--num-minibatches must be a divisor of {batch_size}, a rollout, and at most half of it.")
+    seeds = [(10_000 * args.seed + i) % 2**31 for i in range(N)]
+    envs = make_envs(args.env_id, seeds)
     device, run_dir, writer = start_run(args)
-    num_actions, done, scores = int(envs.action_space.n), np.zeros(N, bool), np.zeros(N)
+    num_actions = int(envs.action_space.n)
     obs, _ = envs.reset()
+    done = np.zeros(N, bool)
+    scores = np.zeros(N)
     agent = AtariAgent(num_actions).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     obs_buffer = torch.zeros(T, *obs.shape, dtype=torch.uint8, device=device)
     action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
-    logprob_buffer, value_buffer = torch.zeros(2, T, N, device=device)
+    logprob_buffer = torch.zeros(T, N, device=device)
+    value = torch.zeros(T + 1, N, device=device)
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
 
     @torch.no_grad()
     def policy(frames: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples actions; returns them with their log-probabilities, and the values of the frames."""
         logits, value = agent(frames)
-        action = (logits + noise).argmax(-1)
+        action = (logits + noise).argmax(-1)  # with Gumbel noise, this samples from softmax(logits)
         logprob, _ = categorical_logprob_entropy(action, logits)
         return action, logprob, value
 
     def update(idx: Tensor) -> dict[str, Tensor]:
-        """A step of Adam on the rows idx of the batch."""
+        """A gradient step on the rows idx of the batch; returns what to log."""
         minibatch = {name: x[idx] for name, x in batch.items()}
         logits, value = agent(minibatch["obs"])
         logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
@@ -251,17 +300,20 @@ def train(args: Args) -> dict[str, float]:
         return losses
 
     progress = tqdm(total=num_iterations * batch_size, unit="step", desc=args.exp_name, dynamic_ncols=True)
-    last_returns, marks, global_step = deque(maxlen=100), [(time.perf_counter(), 0)], 0
+    last_returns = deque(maxlen=100)
+    marks = [(time.perf_counter(), 0)]
+    global_step = 0
     for iteration in range(num_iterations):
-        noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel: its argmax is a sample
+        noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel noise
         for t in range(T):
             # act
             obs_buffer[t] = torch.as_tensor(obs)
-            action_buffer[t], logprob_buffer[t], value_buffer[t] = policy(obs_buffer[t], noise[t])
+            action_buffer[t], logprob_buffer[t], value[t] = policy(obs_buffer[t], noise[t])
             env_action = action_buffer[t].cpu().numpy()  # the one sync of a step
 
             # step and store
-            valid, global_step = ~done, global_step + N
+            valid = ~done  # an env whose episode has ended only resets
+            global_step += N
             obs, reward, terminated, truncated, info = envs.step(env_action)
             for game in games_that_end(info, truncated, scores):
                 writer.add_scalar("charts/episodic_return", game["r"], global_step)
@@ -272,13 +324,13 @@ def train(args: Args) -> dict[str, float]:
 
         # learn
         reward_buffer, terminated_buffer, done_buffer, valid_buffer = torch.as_tensor(env_buffer, device=device)
-        _, _, last_value = policy(torch.as_tensor(obs, device=device), noise[0])  # of the rows after the rollout
-        value = torch.cat([value_buffer, last_value[None]])
+        _, _, value[T] = policy(torch.as_tensor(obs, device=device), noise[0])
         advantage = gae(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
-        rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value_buffer}
-        rollout |= {"advantage": advantage, "return": advantage + value_buffer, "valid": valid_buffer}
+        rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value[:T]}
+        rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
-        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
+        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
+        learning_rate = args.learning_rate * remaining
         optimizer.param_groups[0]["lr"] = learning_rate
         for _ in range(args.update_epochs):
             for idx in torch.randperm(batch_size, device=device).split(minibatch_size):
@@ -287,14 +339,15 @@ def train(args: Args) -> dict[str, float]:
                 break
 
         # report
-        value, return_ = (batch[name][batch["valid"] > 0] for name in ("value", "return"))
-        losses["explained_variance"] = 1 - (return_ - value).var(correction=0) / return_.var(correction=0).clamp(1e-8)
-        metrics = report(losses, last_returns, marks, global_step, writer, progress)
+        losses["explained_variance"] = explained_variance(batch)
+        marks.append((time.perf_counter(), global_step))
+        metrics = report(losses, last_returns, marks, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
 
-    ran = {"device": str(device), "compile": False, "cudagraphs": False}
-    (run_dir / "summary.json").write_text(json.dumps({"ran": ran, "metrics": metrics, "args": asdict(args)}, indent=2))
-    [resource.close() for resource in (progress, writer, envs)]
+    summary = {"device": str(device), "metrics": metrics, "args": asdict(args)}
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    for resource in (progress, writer, envs):
+        resource.close()
     return metrics
 
 

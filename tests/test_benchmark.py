@@ -52,7 +52,7 @@ def test_ablation_pairs_slices_and_starts_cold_once(monkeypatch, tmp_path):
     ablate.ablate(script, ablate.Args(pairs=2, out=tmp_path))
     rows = {row["variant"]: row for row in json.loads((tmp_path / f"{script}.json").read_text())["variants"]}
     assert rows.keys() == set(ablate.ABLATIONS[script])
-    worth = {"without perf[1]: no compilation": 0.5, "eager: Adam without fused=True": 0.8}
+    worth = {"without perf[graph]: no compilation": 0.5, "eager: Adam without fused=True": 0.8}
     for name, row in rows.items():
         assert row["ratio"] == pytest.approx([worth.get(name, 1)] * 3), name
     assert len(started) == 4 * len(rows) and len({cache for *_, cache in started}) == len(rows) + 2

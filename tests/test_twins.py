@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ALL_SCRIPTS, ATARI, OFF_POLICY, ROOT, TWINS, ScriptedPool, largest_difference, load, tiny, train
+from conftest import ATARI, OFF_POLICY, ROOT, TWINS, ScriptedPool, largest_difference, load, tiny, train
 from torch._dynamo.utils import counters
 
 GRAPHS = {
@@ -28,30 +28,23 @@ def body(name: str) -> list[str]:
 
 @pytest.mark.parametrize(("eager", "twin"), TWINS)
 def test_each_hunk_names_its_trick(eager, twin):
-    headings = set(re.findall(r"^### (perf\[\d+\])", (ROOT / "docs" / "performance.md").read_text(), re.MULTILINE))
+    headings = set(re.findall(r"^### (perf\[\w+\])", (ROOT / "docs" / "performance.md").read_text(), re.MULTILINE))
     hunks = re.split(r"^@@.*\n", "\n".join(difflib.unified_diff(body(eager), body(twin), lineterm="")), flags=re.M)[1:]
-    assert 1 <= len(hunks) <= 12
+    assert hunks
     for hunk in hunks:
+        assert len(hunk.splitlines()) <= 80, f"too long a hunk of {twin}:\n{hunk}"
         added = "\n".join(line for line in hunk.splitlines() if line.startswith("+"))
-        tags = set(re.findall(r"perf\[\d+\]", added))
-        assert tags, f"no perf[n] in this hunk of {twin}:\n{hunk}"
+        tags = set(re.findall(r"perf\[\w+\]", added))
+        assert tags, f"no perf[name] in this hunk of {twin}:\n{hunk}"
         assert tags <= headings, f"{tags - headings} have no heading in docs/performance.md"
         for run in re.findall(r"(?:^\+.*\n){4,}", hunk + "\n", re.M):
-            assert "perf[" in run, f"no perf[n] in these lines of {twin}:\n{run}"
+            assert "perf[" in run, f"no perf[name] in these lines of {twin}:\n{run}"
 
 
 @pytest.mark.parametrize(("eager", "twin"), TWINS)
 def test_twins_align(eager, twin):
     assert difflib.SequenceMatcher(None, body(eager), body(twin), autojunk=False).ratio() > 0.75
     assert "perf[" not in "\n".join(body(eager))
-
-
-@pytest.mark.parametrize("name", ALL_SCRIPTS)
-def test_a_script_can_be_read_in_ten_minutes(name):
-    lines = (ROOT / "leanrl" / f"{name}.py").read_text().splitlines()
-    assert len(lines) <= (400 if name.endswith(("_torchcompile", "_multigpu")) else 330)
-    assert max(map(len, lines)) <= 120
-    assert next(i for i, line in enumerate(lines) if line.startswith('"""')) <= 5
 
 
 FLAGS = [(*twins, {"num_envs": num_envs}) for twins in TWINS for num_envs in (1, 2)]
@@ -146,7 +139,7 @@ def test_bfloat16_moves_a_gradient_by_little_beside_the_draw_of_its_minibatch(mo
 
 
 def test_with_bfloat16_each_rollout_acts_with_the_newest_parameters(monkeypatch):
-    """perf[19] An update that is the first of its rollout meets the policy that has acted, a second one does not."""
+    """perf[bf16] An update that is the first of its rollout meets the policy that has acted, a second one does not."""
     problem = {"env_id": "Breakout-v5", "total_timesteps": 128, "num_envs": 2, "num_steps": 32, "num_minibatches": 1}
     problem |= {"learning_rate": 3e-3, "anneal_lr": False, "bf16": True}
     script = "ppo_atari_envpool_torchcompile"
@@ -181,7 +174,7 @@ def test_cudagraphs_without_a_gpu_warns_in_one_line_and_goes_on(monkeypatch, cap
     run = train(monkeypatch, twin, **tiny(twin), cudagraphs=True)
     lines = [line for line in capsys.readouterr().err.splitlines() if "cudagraphs" in line]
     assert lines == ["warning: --cudagraphs needs a GPU; going on without."]
-    assert '"cudagraphs": false' in (run.run_dir / "summary.json").read_text()
+    assert '"cudagraphs": false' in (run.run_dir / "summary.json").read_text()  # what ran, not what was asked for
 
 
 @pytest.mark.parametrize("twin", [twin for _, twin in TWINS])
