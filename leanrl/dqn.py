@@ -27,6 +27,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 import gymnasium as gym
@@ -192,11 +193,11 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     """Seeds PyTorch, picks the device, and makes the run folder with its TensorBoard writer (W&B follows it)."""
     device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     try:
         device = torch.zeros((), device=device_name).device
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True)  # fails if another run has it
         if args.track:
             import wandb  # an optional dependency
 

@@ -27,7 +27,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -225,14 +225,14 @@ def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter
     if local_rank >= gpus and (gpus or args.backend == "nccl"):
         fail(f"local rank {local_rank} needs a GPU; there are {gpus}: start fewer, or say --no-cuda --backend=gloo.")
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     writer = SimpleNamespace(**dict.fromkeys(("add_scalar", "add_text", "close"), lambda *_: None))
     try:
         if gpus:
             torch.cuda.set_device(device)
         if rank == 0:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            run_dir.mkdir(parents=True)  # fails if another run has it
             if args.track:
                 import wandb  # an optional dependency
 

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import datetime
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -197,6 +199,31 @@ def test_tracking_without_wandb_says_so(monkeypatch, capsys):
         script.train(script.Args(**tiny(SCRIPTS[0]), track=True))
     message = capsys.readouterr().err.strip()
     assert exit.value.code == 2 and "wandb" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_runs_started_in_one_second_have_folders_of_their_own(name):
+    script = load(name)
+    args = script.Args(**tiny(name), device="cpu")
+    folders = []
+    for _ in range(50):
+        _, run_dir, writer = script.start_run(args)
+        writer.close()
+        folders.append(run_dir)
+    assert len(set(folders)) == 50
+
+
+def test_a_run_never_takes_the_folder_of_another(monkeypatch, capsys):
+    """If the clock stands still, it says so."""
+    script = load(SCRIPTS[0])
+    clock = SimpleNamespace(now=lambda: datetime(2026, 1, 1))
+    monkeypatch.setattr(script, "datetime", clock)
+    args = script.Args(device="cpu")
+    *_, writer = script.start_run(args)
+    writer.close()
+    with pytest.raises(SystemExit):
+        script.start_run(args)
+    assert "exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
