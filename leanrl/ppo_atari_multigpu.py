@@ -239,6 +239,7 @@ def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter
                 names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
                 wandb.init(**names, config=asdict(args), sync_tensorboard=True)
             writer = SummaryWriter(run_dir, flush_secs=10)  # a rank that loses the others ends at once
+            (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))
     except Exception as error:
         fail(f"cannot use {device}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
     dist.init_process_group(args.backend or ("nccl" if gpus else "gloo"), timeout=timedelta(seconds=args.timeout))
@@ -281,10 +282,7 @@ def advantage_moments(batch: dict[str, Tensor], minibatches: Tensor) -> Tensor:
 
 
 def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics of a run; reading the losses is the only sync.
-
-    marks holds the time in seconds and the env steps at the start and at every report; the last one is now.
-    """
+    """Logs and returns the metrics; reading the losses is the only sync. marks: (seconds, env steps) of each report."""
     global_step = marks[-1][1]
     metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))
     for name, loss in metrics.items():
@@ -401,7 +399,7 @@ def train(args: Args) -> dict[str, float]:
     ran = {"device": str(device), "backend": dist.get_backend(), "ddp": not one_bucket, "world_size": world_size}
     ran |= {"compile": args.compile, "cudagraphs": capture, "num_envs": N * world_size, "batch_size": iteration_size}
     ran |= {"minibatch_size": minibatch_size * world_size, "num_iterations": num_iterations}
-    writer.add_text("ran", json.dumps(ran))
+    writer.add_text("args", json.dumps({"ran": ran, "args": asdict(args)}, indent=2))
     progress = tqdm(total=num_iterations * iteration_size, unit="step", desc=args.exp_name, disable=rank > 0)
     last_returns = deque(maxlen=100)
     marks = [(time.perf_counter(), 0)]
@@ -461,6 +459,9 @@ def train(args: Args) -> dict[str, float]:
     if rank == 0:
         summary = {"ran": ran, "metrics": metrics, "args": asdict(args)}
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    for name, value in metrics.items():
+        if value is not None:
+            writer.add_scalar(f"summary/{name}", value, global_step)  # W&B shows it, too
     for resource in (progress, writer, envs):
         resource.close()
     model = policy = gradient = step = None  # graphs and DDP end before the group, or Gloo's threads would live on

@@ -300,14 +300,14 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    return device, run_dir, SummaryWriter(run_dir)
+    writer = SummaryWriter(run_dir, flush_secs=10)
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
+    return device, run_dir, writer
 
 
 def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics of a run; reading the losses is the only sync.
-
-    marks holds the time in seconds and the env steps at the start and at every report; the last one is now.
-    """
+    """Logs and returns the metrics; reading the losses is the only sync. marks: (seconds, env steps) of each report."""
     global_step = marks[-1][1]
     metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))
     for name, loss in metrics.items():
@@ -462,8 +462,11 @@ def train(args: Args) -> dict[str, float]:
         if args.compile:  # perf[guards] all is compiled by now: skip the guards
             torch.compiler.set_stance(skip_guard_eval_unsafe=True)
 
-    summary = {"device": str(device), "metrics": metrics, "args": asdict(args)}
+    summary = {"device": str(device), "args": asdict(args), "metrics": metrics}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    for name, value in metrics.items():
+        if value is not None:
+            writer.add_scalar(f"summary/{name}", value, global_step)  # W&B shows it, too
     for resource in (progress, writer, *envs):
         resource.close()
     return metrics

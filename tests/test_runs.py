@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -40,7 +41,9 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
     losses = LOSSES["ppo" if name in PPO else name.removesuffix("_torchcompile")]
     losses = [f"losses/{loss}" for loss in losses.split()]
     keys = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", *losses}
+    keys |= {f"summary/{name}" for name in run.metrics}
     assert set(events.Tags()["scalars"]) - {"charts/learning_rate", "charts/epsilon"} == keys
+    assert events.Scalars("summary/SPS")[0].value == pytest.approx(run.metrics["SPS"])
     reports = [1000, 1024] if name in OFF_POLICY else [256, 512, 768, 1024] if name in ATARI else [512, 1024]
     assert [e.step for e in events.Scalars(losses[0])] == [e.step for e in events.Scalars("charts/SPS")] == reports
     lengths, returns = ([e.value for e in events.Scalars(f"charts/episodic_{x}")] for x in ("length", "return"))
@@ -49,6 +52,27 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
         share = np.array([1, 0.75, 0.5, 0.25] if name in ATARI else [1, 0.5])
         rates = [e.value for e in events.Scalars("charts/learning_rate")]
         assert rates == pytest.approx(share * load(name).Args.learning_rate)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_that_is_broken_off_has_its_flags(monkeypatch, name, own_folder):
+    """In summary.json and in TensorBoard, where they can be compared with those of other runs."""
+
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(load(name), "report", broken)
+    with pytest.raises(KeyboardInterrupt):
+        train(monkeypatch, name, **tiny(name), seed=5)
+    (run_dir,) = (own_folder / "runs").iterdir()
+    assert json.loads((run_dir / "summary.json").read_text())["args"]["seed"] == 5
+    for _ in range(50):  # TensorBoard's writer is a thread of its own
+        events = EventAccumulator(str(run_dir), size_guidance={"tensors": 0}).Reload()
+        if "args/text_summary" in events.Tags()["tensors"]:
+            break
+        time.sleep(0.1)
+    (text,) = events.Tensors("args/text_summary")[0].tensor_proto.string_val
+    assert json.loads(text)["seed"] == 5
 
 
 @pytest.mark.parametrize("name", [name for name in PPO if "compile" not in name])
