@@ -117,10 +117,10 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
             "eager",
             (
                 (
-                    "    raw_obs = np.stack(",
+                    "    raw_obs = np.zeros(",
                     "    fns = [lambda: make_env(args.env_id, gym.spaces.Box)] * N\n"
                     "    vector = gym.vector.SyncVectorEnv(fns, copy=False)\n"
-                    "    envs = vector.envs\n    vector.reset()\n    raw_obs = np.stack(",
+                    "    envs = vector.envs\n    vector.reset()\n    raw_obs = np.zeros(",
                 ),
                 (
                     "            for episode in step_envs(envs, env_action, raw_obs, reward, terminated, truncated):\n",
@@ -167,9 +167,7 @@ for algorithm in ("td3", "sac"):
         "without perf[cpp]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
         "with the policy step not compiled": (
             "compile",
-            (
-                ("        policy = torch.compile(policy, fullgraph=True, options=options)\n", ""),
-            ),
+            (("        policy = torch.compile(policy, fullgraph=True, options=options)\n", ""),),
         ),
         "with one thread": ("compile", ((SET_UP, "    torch.set_num_threads(1)\n" + SET_UP),)),
         "with Adam's powers written with **, inlined into its loop": ("compile", POWERS),

@@ -307,7 +307,9 @@ def train(args: Args) -> dict[str, float]:
     device, run_dir, writer = start_run(args)
     torch.set_num_threads(1)  # for matrices this small, a second thread costs more than it computes
 
-    raw_obs = np.stack([env.reset(seed=10_000 * args.seed + i)[0] for i, env in enumerate(envs)])  # only here
+    raw_obs = np.zeros((N, obs_dim))
+    for i, env in enumerate(envs):
+        raw_obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # only here; later resets continue the env's stream
     reward, discounted_return = np.zeros((2, N))
     terminated, truncated, done = np.zeros((3, N), bool)
     obs_stats = RunningMeanStd(obs_dim)

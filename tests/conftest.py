@@ -299,6 +299,20 @@ class NanEnv(DictEnv):
         return obs, float("nan"), terminated, truncated, info
 
 
+class IntegerResetEnv(DictEnv):
+    """Observes integers at first, then what is no integer."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.array([0, 1]), {}
+
+    def step(self, action):
+        _, *rest = super().step(action)
+        return np.array([0.25, 0.75]), *rest
+
+
 class DiscreteNanEnv(NanEnv, DiscreteDictEnv):
     """Pays a reward that is not a number for one of three actions."""
 
@@ -317,6 +331,7 @@ ENVS = (
     StuckEnv,
     DoubleEnv,
     NanEnv,
+    IntegerResetEnv,
     DiscreteNanEnv,
 )
 for env in ENVS:

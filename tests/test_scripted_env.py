@@ -234,3 +234,11 @@ def test_a_rollout_with_one_valid_row_is_no_divergence(monkeypatch, name):
     sizes = {"num_envs": 1, "num_steps": 2, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 64}
     run = train(monkeypatch, name, env_id="ScriptedEnv-v0", seed=0, **sizes)
     assert run.metrics["global_step"] == 64
+
+
+@pytest.mark.parametrize("name", PPO_CONTINUOUS)
+def test_observations_keep_their_fractions_though_the_first_are_integers(monkeypatch, name):
+    seen = []
+    monkeypatch.setattr(load(name), "normalize_obs", lambda stats, obs: seen.append(obs.copy()) or obs)
+    train(monkeypatch, name, env_id="IntegerResetEnv-v0", num_steps=8, num_minibatches=1, total_timesteps=8)
+    assert seen[0].tolist() == [[0, 1]] and seen[1].tolist() == [[0.25, 0.75]]
