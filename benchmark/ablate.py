@@ -159,7 +159,7 @@ for algorithm in ("td3", "sac"):
                 (
                     "        return vmap(lambda params: functional_call(critics[0], params, (obs, action)))(params)\n",
                     "        each = [{name: p[i] for name, p in params.items()} for i in range(2)]\n"
-                    "        return torch.stack([functional_call(critics[0], params, (obs, action)) for params in each])\n",
+                    "        return torch.stack([functional_call(critics[0], p, (obs, action)) for p in each])\n",
                 ),
             ),
         ),

@@ -358,7 +358,7 @@ def train(args: Args) -> dict[str, float]:
                 action, _ = actor(ring[step % len(ring), :, :obs_dim])
         else:
             action = low + (high - low) * torch.rand(N, action_dim, device=device)
-        env_action = action.clamp(low, high).cpu().numpy()
+        env_action = action.cpu().numpy()
 
         # learn
         for _ in range(N if step >= random_steps else 0):
@@ -369,10 +369,11 @@ def train(args: Args) -> dict[str, float]:
                 losses |= update()
 
         # step and store
-        row_action[:] = env_action
+        env_action = env_action.reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
+        row_action[:] = env_action.reshape(N, action_dim)
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
         global_step += N
-        for episode in step_envs(envs, env_action.reshape(N, *action_space.shape), obs, reward, terminated, truncated):
+        for episode in step_envs(envs, env_action, obs, reward, terminated, truncated):
             writer.add_scalar("charts/episodic_return", episode["r"], global_step)
             writer.add_scalar("charts/episodic_length", episode["l"], global_step)
             last_returns.append(episode["r"])

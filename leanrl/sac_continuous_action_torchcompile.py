@@ -403,7 +403,7 @@ def train(args: Args) -> dict[str, float]:
     def policy(row: Tensor) -> Tensor:
         insert_(ring, newest, row[None])
         action, _ = actor(row[:, :obs_dim])
-        return action.clamp(low, high)
+        return action
 
     def act():  # captured, but not compiled: the copies between host and device stay as they are written
         host_action.copy_(policy(row.to(device, non_blocking=True)), non_blocking=True)
@@ -411,7 +411,7 @@ def train(args: Args) -> dict[str, float]:
     def explore():
         insert_(ring, newest, row[None].to(device, non_blocking=True))
         action = low + (high - low) * torch.rand(N, action_dim, device=device)
-        host_action.copy_(action.clamp(low, high), non_blocking=True)
+        host_action.copy_(action, non_blocking=True)
 
     if args.compile:  # perf[graph] one graph each; act() calls the compiled policy from here on
         options = {"fallback_random": True, "cpp_wrapper": not on_gpu}  # perf[cpp]
@@ -450,13 +450,14 @@ def train(args: Args) -> dict[str, float]:
                 losses |= update()
         if on_gpu:
             acted.synchronize()  # the one sync of a step
+        env_action = host_action.numpy()
 
         # step and store
-        env_action = host_action.numpy().copy()  # perf[pinned] a copy, since an env may keep it
-        row_action[:] = env_action
+        env_action = env_action.reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
+        row_action[:] = env_action.reshape(N, action_dim)
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
         global_step += N
-        for episode in step_envs(envs, env_action.reshape(N, *action_space.shape), obs, reward, terminated, truncated):
+        for episode in step_envs(envs, env_action, obs, reward, terminated, truncated):
             writer.add_scalar("charts/episodic_return", episode["r"], global_step)
             writer.add_scalar("charts/episodic_length", episode["l"], global_step)
             last_returns.append(episode["r"])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import OFF_POLICY, ScriptedEnv, largest_difference, load, tiny, train
+from conftest import OFF_POLICY, DoubleEnv, ScriptedEnv, largest_difference, load, tiny, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -40,6 +40,12 @@ def record(monkeypatch, name: str, **args):
             problem |= {"env_id": "DiscreteScriptedEnv-v0", "train_frequency": 2}
         run = train(patch, name, **problem | args)
     return rings[0], draws, run
+
+
+def scale_(actor, factor: float):
+    """Multiplies the weights of the last layer, so that tanh is at its ends."""
+    with torch.no_grad():
+        actor.layers[-1].weight *= factor
 
 
 @pytest.mark.parametrize("name", OFF_POLICY)
@@ -124,6 +130,24 @@ def test_actions_respect_each_dimensions_bounds(monkeypatch, name):
     share = (actions[:300] - low) / (high - low)
     assert (abs(share.mean(0) - 0.5) < 0.06).all() and (abs(share.std(0) - 12**-0.5) < 0.03).all()
     assert len(np.unique(actions, axis=0)) > 0.9 * len(actions)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_actions_respect_bounds_that_float32_rounds_away(monkeypatch, name):
+    """-0.5 + 1e-9 is -0.5 in float32. Loud noise and a large gain drive the policy to its bounds."""
+    box = DoubleEnv.action_space
+    tight = type(box)(box.low + 1e-9, box.high - 1e-9, dtype=np.float64)
+    monkeypatch.setattr(DoubleEnv, "action_space", tight)
+    loud = {"exploration_noise": 3.0} if "td3" in name else {}
+    if "sac" in name:
+        layers = load(name).GaussianActor.__init__
+        monkeypatch.setattr(
+            load(name).GaussianActor, "__init__", lambda self, *dims: (layers(self, *dims), scale_(self, 100.0))[0]
+        )
+    record(monkeypatch, name, env_id="DoubleEnv-v0", total_timesteps=100, **loud)
+    actions = np.array(ScriptedEnv.actions)
+    assert (actions >= tight.low).all() and (actions <= tight.high).all()
+    assert (actions == tight.low).any() and (actions == tight.high).any()
 
 
 @pytest.mark.parametrize("name", OFF_POLICY)
