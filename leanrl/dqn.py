@@ -76,14 +76,15 @@ def fail(message: str):
     sys.exit(2)
 
 
-def check_numbers(args: Args, may_be_zero: tuple[str, ...]):
-    """Refuses negative numbers, and counts of zero except for the named ones."""
+def check_numbers(args: Args):
+    """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
-        if type(value) not in (int, float):
-            continue
-        least = 1 if isinstance(value, int) and name not in may_be_zero else 0
-        if not value >= least:  # true for NaN, too
-            fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+        if type(value) in (int, float):
+            least = int(type(value) is int and name not in ("seed", "learning_starts"))
+            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+            if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
+                limits = "between 0 and 1" if is_share else f"at least {least} and finite"
+                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
 
 
 def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
@@ -149,13 +150,11 @@ def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.de
     """
     rows = max(buffer_size // num_envs, 1) + 1
     needed = 4 * rows * num_envs * row_size
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cuda":
-        available, _ = torch.cuda.mem_get_info(device)
-    elif (meminfo := Path("/proc/meminfo")).exists():
-        available = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text())[1])
-    if needed > available:
-        fail(f"--buffer-size {buffer_size} needs {needed:,} bytes on {device}, where {available:,} are available.")
+        memory, _ = torch.cuda.mem_get_info(device)
+    if needed > memory:
+        fail(f"--buffer-size {buffer_size} needs {needed:,} bytes on {device}, which has {memory:,}.")
     return torch.zeros(rows, num_envs, row_size, device=device)
 
 
@@ -165,10 +164,7 @@ def split_row(row, obs_dim: int):
 
 
 def sample(ring: Tensor, newest, pairs, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
-    """A batch of transitions, drawn uniformly from the last `pairs` pairs of rows up to time `newest`.
-
-    `weight` is 0 where an env reset itself and sums to 1, so a weighted sum is the mean over the rows that count.
-    """
+    """A batch of transitions, drawn uniformly from the last `pairs` pairs of rows up to time `newest`."""
     rows, num_envs, _ = ring.shape
     uniform = torch.rand(batch_size, dtype=torch.float64, device=ring.device)  # float32 would miss rows of a large ring
     draw = (uniform * (pairs * num_envs)).long()
@@ -216,16 +212,18 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     return device, run_dir, writer
 
 
-def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; reading the losses is the only sync. marks: (seconds, env steps) of each report."""
+def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
+    """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
     global_step = marks[-1][1]
-    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))
+    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist())) if losses else {}
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
         if not math.isfinite(loss):
             progress.close()
             writer.close()
-            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller learning rate may help.")
+            is_finite = all(x.isfinite().all() for x in data)
+            advice = "a smaller learning rate may help" if is_finite else "so is an observation, a reward or an action"
+            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; {advice}.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -240,14 +238,13 @@ def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> 
 
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds, too."""
-    check_numbers(args, may_be_zero=("seed", "learning_starts"))
+    check_numbers(args)
     N = args.num_envs
-    total_steps = args.total_timesteps // N
+    total_steps = math.ceil(args.total_timesteps / N)
     if args.train_frequency % N or args.buffer_size < args.train_frequency:
         fail("--train-frequency must be a multiple of --num-envs, and --buffer-size at least --train-frequency.")
-    first_update = math.ceil(max(args.learning_starts, 1) / args.train_frequency) * args.train_frequency  # env steps
-    if args.total_timesteps < first_update + N:
-        fail(f"--total-timesteps must be at least {first_update + N}, or nothing is learned.")
+    if args.total_timesteps <= args.learning_starts:
+        print("warning: nothing is learned: --total-timesteps ends before --learning-starts.", file=sys.stderr)
     envs = [make_env(args.env_id, gym.spaces.Discrete) for _ in range(N)]
     obs_dim = envs[0].observation_space.shape[0]
     num_actions = int(envs[0].action_space.n)
@@ -291,7 +288,7 @@ def train(args: Args) -> dict[str, float]:
     progress = tqdm(total=total_steps * N, unit="step", desc=args.exp_name, dynamic_ncols=True)
     last_returns = deque(maxlen=100)
     losses = {}
-    marks = []
+    marks = [(time.perf_counter(), 0)]
     global_step = 0
     for step in range(total_steps):
         # act
@@ -309,8 +306,8 @@ def train(args: Args) -> dict[str, float]:
         # learn
         learning = step > 0 and global_step >= args.learning_starts
         if learning and global_step % args.train_frequency == 0:
-            if not marks:
-                marks.append((time.perf_counter(), global_step))  # the clock starts with learning
+            if not losses:
+                marks = [(time.perf_counter(), global_step)]  # the clock starts anew with learning
             losses = learn(step)
         if learning and global_step % args.target_network_frequency < N:
             with torch.no_grad():
@@ -327,16 +324,15 @@ def train(args: Args) -> dict[str, float]:
         ring[(step + 1) % len(ring)] = row
 
         # report
-        if losses and (global_step % REPORT_INTERVAL < N or step + 1 == total_steps):
+        if global_step % REPORT_INTERVAL < N or step + 1 == total_steps:
             marks.append((time.perf_counter(), global_step))
-            metrics = report(losses, last_returns, marks, writer, progress)
+            metrics = report(losses, [ring], last_returns, marks, writer, progress)
             writer.add_scalar("charts/epsilon", epsilon[now, 0], global_step)
 
     summary = {"device": str(device), "args": asdict(args), "metrics": metrics}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     for name, value in metrics.items():
-        if value is not None:
-            writer.add_scalar(f"summary/{name}", value, global_step)  # W&B shows it, too
+        writer.add_scalar(f"summary/{name}", math.nan if value is None else value, global_step)  # for W&B, too
     for resource in (progress, writer, *envs):
         resource.close()
     return metrics

@@ -76,14 +76,15 @@ def fail(message: str):
     sys.exit(2)
 
 
-def check_numbers(args: Args, may_be_zero: tuple[str, ...]):
-    """Refuses negative numbers, and counts of zero except for the named ones."""
+def check_numbers(args: Args):
+    """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
-        if type(value) not in (int, float):
-            continue
-        least = 1 if isinstance(value, int) and name not in may_be_zero else 0
-        if not value >= least:  # true for NaN, too
-            fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+        if type(value) in (int, float):
+            least = int(type(value) is int and name not in ("seed", "learning_starts"))
+            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+            if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
+                limits = "between 0 and 1" if is_share else f"at least {least} and finite"
+                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
 
 
 def make_envs(env_id: str, seeds: list[int]):
@@ -167,8 +168,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and a dict of what to log; every mean is over the valid rows.
 
-    logprob, value (B,) are those of the current parameters; batch["logprob"] and batch["value"] those of the policy
-    that acted.
+    logprob and value (B,) are those of the current parameters; the batch has those of the policy that acted.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -230,16 +230,18 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     return device, run_dir, writer
 
 
-def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; reading the losses is the only sync. marks: (seconds, env steps) of each report."""
+def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
+    """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
     global_step = marks[-1][1]
-    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))
+    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist())) if losses else {}
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
         if not math.isfinite(loss):
             progress.close()
             writer.close()
-            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller learning rate may help.")
+            is_finite = all(x.isfinite().all() for x in data)
+            advice = "a smaller learning rate may help" if is_finite else "so is an observation, a reward or an action"
+            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; {advice}.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -254,7 +256,7 @@ def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> 
 
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds, too."""
-    check_numbers(args, may_be_zero=("seed",))
+    check_numbers(args)
     T = args.num_steps
     N = args.num_envs
     batch_size = T * N
@@ -263,7 +265,7 @@ def train(args: Args) -> dict[str, float]:
     if num_iterations < 1:
         fail(f"--total-timesteps must be at least {batch_size}, a rollout.")
     if minibatch_size < 2 or batch_size % args.num_minibatches:
-        fail(f"--num-minibatches must be a divisor of {batch_size}, a rollout, and at most half of it.")
+        fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
     seeds = [(10_000 * args.seed + i) % 2**31 for i in range(N)]
     envs = make_envs(args.env_id, seeds)
     device, run_dir, writer = start_run(args)
@@ -342,14 +344,13 @@ def train(args: Args) -> dict[str, float]:
         # report
         losses["explained_variance"] = explained_variance(batch)
         marks.append((time.perf_counter(), global_step))
-        metrics = report(losses, last_returns, marks, writer, progress)
+        metrics = report(losses, [reward_buffer], last_returns, marks, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
 
     summary = {"device": str(device), "args": asdict(args), "metrics": metrics}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     for name, value in metrics.items():
-        if value is not None:
-            writer.add_scalar(f"summary/{name}", value, global_step)  # W&B shows it, too
+        writer.add_scalar(f"summary/{name}", math.nan if value is None else value, global_step)  # for W&B, too
     for resource in (progress, writer, envs):
         resource.close()
     return metrics

@@ -21,7 +21,6 @@ import atexit
 import difflib
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -87,14 +86,15 @@ def fail(message: str):
     sys.exit(2)
 
 
-def check_numbers(args: Args, may_be_zero: tuple[str, ...]):
-    """Refuses negative numbers, and counts of zero except for the named ones."""
+def check_numbers(args: Args):
+    """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
-        if type(value) not in (int, float):
-            continue
-        least = 1 if isinstance(value, int) and name not in may_be_zero else 0
-        if not value >= least:  # true for NaN, too
-            fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+        if type(value) in (int, float):
+            least = int(type(value) is int and name not in ("seed", "learning_starts"))
+            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+            if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
+                limits = "between 0 and 1" if is_share else f"at least {least} and finite"
+                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
 
 
 def make_envs(env_id: str, seeds: list[int]):
@@ -181,8 +181,7 @@ def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, ga
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and a dict of what to log; every mean is over the valid rows.
 
-    logprob, value (B,) are those of the current parameters; batch["logprob"] and batch["value"] those of the policy
-    that acted.
+    logprob and value (B,) are those of the current parameters; the batch has those of the policy that acted.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -258,9 +257,8 @@ def mean_over_ranks(x: Tensor) -> Tensor:
 
 def check_equal(parameters: list[Tensor], rank: int):
     """Ends the program, on every rank, if the parameters of a rank differ from those of most ranks."""
-    sums = [p.double().sum() for p in parameters]
-    norms = [p.double().norm() for p in parameters]
-    bits = torch.stack(sums + norms).view(torch.long).tolist()  # integers, since NaN is not equal to NaN
+    checksum = [f(p.double()) for p in parameters for f in (torch.sum, torch.norm)]
+    bits = torch.stack(checksum).view(torch.long).tolist()  # integers, since NaN is not equal to NaN
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, bits)
     most = max(of_ranks, key=of_ranks.count)
@@ -281,16 +279,18 @@ def advantage_moments(batch: dict[str, Tensor], minibatches: Tensor) -> Tensor:
     return torch.stack([count, mean, variance.sqrt()], -1).float()
 
 
-def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; reading the losses is the only sync. marks: (seconds, env steps) of each report."""
+def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
+    """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
     global_step = marks[-1][1]
-    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))
+    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist())) if losses else {}
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
         if not math.isfinite(loss):
             progress.close()
             writer.close()
-            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller learning rate may help.")
+            is_finite = all(x.isfinite().all() for x in data)
+            advice = "a smaller learning rate may help" if is_finite else "so is an observation, a reward or an action"
+            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; {advice}.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -305,7 +305,7 @@ def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> 
 
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds, too."""
-    check_numbers(args, may_be_zero=("seed",))
+    check_numbers(args)
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         fail(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     rank = int(os.environ["RANK"])  # among all processes of all nodes
@@ -319,7 +319,7 @@ def train(args: Args) -> dict[str, float]:
     if num_iterations < 1:
         fail(f"--total-timesteps must be at least {iteration_size}, a rollout of all ranks.")
     if minibatch_size < 2 or batch_size % args.num_minibatches:
-        fail(f"--num-minibatches must be a divisor of {batch_size}, a rollout, and at most half of it.")
+        fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
     seeds = [(10_000 * args.seed + N * rank + i) % 2**31 for i in range(N)]  # of this rank's envs
     envs = make_envs(args.env_id, seeds)
     device, run_dir, writer = start_rank(args, rank)
@@ -333,9 +333,8 @@ def train(args: Args) -> dict[str, float]:
     capture = args.cudagraphs and device.type == "cuda"
     if args.cudagraphs and not capture and rank == 0:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
-    loss_of = ppo_loss
+    loss_of = torch.compile(ppo_loss, dynamic=False) if args.compile else ppo_loss
     if args.compile:
-        loss_of = torch.compile(ppo_loss, dynamic=False)
         agent.forward = torch.compile(agent.forward, dynamic=False)
     parameters = list(agent.parameters())
     one_bucket = capture or not args.ddp  # a graph cannot contain DDP's reductions
@@ -417,8 +416,7 @@ def train(args: Args) -> dict[str, float]:
             valid = ~done  # an env whose episode has ended only resets
             global_step += N * world_size
             obs, reward, terminated, truncated, info = envs.step(env_action)
-            for game in games_that_end(info, truncated, scores):
-                games.append((global_step, game["r"], game["l"]))
+            games += [(global_step, game["r"], game["l"]) for game in games_that_end(info, truncated, scores)]
             done = terminated | truncated
             env_buffer[:, t] = reward, terminated, done, valid
 
@@ -452,7 +450,7 @@ def train(args: Args) -> dict[str, float]:
             writer.add_scalar("charts/episodic_length", length, step_of_game)
             last_returns.append(score)
         marks.append((time.perf_counter(), global_step))
-        metrics = report(losses, last_returns, marks, writer, progress)
+        metrics = report(losses, [reward_buffer], last_returns, marks, writer, progress)
         check_equal(parameters, rank)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
 
@@ -460,8 +458,7 @@ def train(args: Args) -> dict[str, float]:
         summary = {"ran": ran, "metrics": metrics, "args": asdict(args)}
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     for name, value in metrics.items():
-        if value is not None:
-            writer.add_scalar(f"summary/{name}", value, global_step)  # W&B shows it, too
+        writer.add_scalar(f"summary/{name}", math.nan if value is None else value, global_step)  # for W&B, too
     for resource in (progress, writer, envs):
         resource.close()
     model = policy = gradient = step = None  # graphs and DDP end before the group, or Gloo's threads would live on
@@ -474,8 +471,7 @@ if __name__ == "__main__":
         train(tyro.cli(Args))
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            message = " ".join(str(error).split())
-            print(f"\nerror: rank {os.environ['RANK']} lost the others: {message}", file=sys.stderr)
+            print(f"\nerror: rank {os.environ['RANK']} lost the others:", *str(error).split(), file=sys.stderr)
         else:
             sys.excepthook(*sys.exc_info())
         os._exit(1)  # at once: an orderly end would wait for threads that wait for the others

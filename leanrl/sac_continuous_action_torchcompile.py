@@ -28,7 +28,7 @@ import re
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -84,14 +84,15 @@ def fail(message: str):
     sys.exit(2)
 
 
-def check_numbers(args: Args, may_be_zero: tuple[str, ...]):
-    """Refuses negative numbers, and counts of zero except for the named ones."""
+def check_numbers(args: Args):
+    """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
-        if type(value) not in (int, float):
-            continue
-        least = 1 if isinstance(value, int) and name not in may_be_zero else 0
-        if not value >= least:  # true for NaN, too
-            fail(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+        if type(value) in (int, float):
+            least = int(type(value) is int and name not in ("seed", "learning_starts"))
+            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+            if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
+                limits = "between 0 and 1" if is_share else f"at least {least} and finite"
+                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
 
 
 def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
@@ -176,13 +177,11 @@ def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.de
     """
     rows = max(buffer_size // num_envs, 1) + 1
     needed = 4 * rows * num_envs * row_size
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cuda":
-        available, _ = torch.cuda.mem_get_info(device)
-    elif (meminfo := Path("/proc/meminfo")).exists():
-        available = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text())[1])
-    if needed > available:
-        fail(f"--buffer-size {buffer_size} needs {needed:,} bytes on {device}, where {available:,} are available.")
+        memory, _ = torch.cuda.mem_get_info(device)
+    if needed > memory:
+        fail(f"--buffer-size {buffer_size} needs {needed:,} bytes on {device}, which has {memory:,}.")
     return torch.zeros(rows, num_envs, row_size, device=device)
 
 
@@ -192,10 +191,7 @@ def split_row(row, obs_dim: int):
 
 
 def sample(ring: Tensor, newest, pairs, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
-    """A batch of transitions, drawn uniformly from the last `pairs` pairs of rows up to time `newest`.
-
-    `weight` is 0 where an env reset itself and sums to 1, so a weighted sum is the mean over the rows that count.
-    """
+    """A batch of transitions, drawn uniformly from the last `pairs` pairs of rows up to time `newest`."""
     rows, num_envs, _ = ring.shape
     uniform = torch.rand(batch_size, dtype=torch.float64, device=ring.device)  # float32 would miss rows of a large ring
     draw = (uniform * (pairs * num_envs)).long()
@@ -243,8 +239,7 @@ def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: f
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Both moments of each parameter, and the number of steps, which is counted on the device."""
     params = list(params)
-    exp_avgs = [torch.zeros_like(param) for param in params]
-    exp_avg_sqs = [torch.zeros_like(param) for param in params]
+    exp_avgs, exp_avg_sqs = ([torch.zeros_like(param) for param in params] for _ in range(2))
     return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=params[0].device)
 
 
@@ -274,16 +269,18 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     return device, run_dir, writer
 
 
-def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; reading the losses is the only sync. marks: (seconds, env steps) of each report."""
+def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
+    """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
     global_step = marks[-1][1]
-    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist()))
+    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist())) if losses else {}
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
         if not math.isfinite(loss):
             progress.close()
             writer.close()
-            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller learning rate may help.")
+            is_finite = all(x.isfinite().all() for x in data)
+            advice = "a smaller learning rate may help" if is_finite else "so is an observation, a reward or an action"
+            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; {advice}.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -299,12 +296,12 @@ def report(losses: dict, last_returns: deque, marks: list, writer, progress) -> 
 @torch.compiler.set_stance("default")  # perf[guards] guards are back when train ends, even by an error
 def train(args: Args) -> dict[str, float]:
     """Trains an agent and returns the final metrics, which summary.json in the run folder holds, too."""
-    check_numbers(args, may_be_zero=("seed", "learning_starts"))
+    check_numbers(args)
     N = args.num_envs
-    total_steps = args.total_timesteps // N
+    total_steps = math.ceil(args.total_timesteps / N)
     random_steps = max(math.ceil(args.learning_starts / N), 1)
     if total_steps <= random_steps:
-        fail(f"--total-timesteps must be at least {N * (random_steps + 1)}, or nothing is learned.")
+        print("warning: nothing is learned: --total-timesteps ends before --learning-starts.", file=sys.stderr)
     envs = [make_env(args.env_id, gym.spaces.Box) for _ in range(N)]
     obs_dim = envs[0].observation_space.shape[0]
     action_space = envs[0].action_space
@@ -314,7 +311,7 @@ def train(args: Args) -> dict[str, float]:
     on_gpu = device.type == "cuda"
     if args.cudagraphs and not on_gpu:  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
-        args = replace(args, cudagraphs=False)
+        args.cudagraphs = False
     low = torch.as_tensor(action_space.low.ravel(), dtype=torch.float32, device=device)
     high = torch.as_tensor(action_space.high.ravel(), dtype=torch.float32, device=device)
     action_dim = len(low)
@@ -361,8 +358,7 @@ def train(args: Args) -> dict[str, float]:
 
         grads, (_, (q, loss)) = grad_and_value(loss_of, has_aux=True)(critic_params)  # perf[graph]
         adam_(critic_params.values(), grads.values(), *critics_adam, q_lr, eps=1e-8)
-        updates = critics_adam[-1]  # perf[tensor] Adam counts its steps on the device
-        due = updates % args.target_network_frequency == 0
+        due = critics_adam[-1] % args.target_network_frequency == 0  # perf[tensor] Adam counts the updates
         for name, param in critic_params.items():
             critic_params_target[name].lerp_(param, args.tau * due)
 
@@ -385,14 +381,12 @@ def train(args: Args) -> dict[str, float]:
         if args.autotune:
             target_entropy = -action_dim
             alpha_loss = -log_alpha.exp() * (batch["weight"] * (logprob.detach() + target_entropy)).sum()
-            # perf[graph] this loss is its own gradient, since d exp(x) = exp(x) dx
-            adam_([log_alpha], [alpha_loss], *alpha_adam, q_lr, eps=1e-8)
+            adam_([log_alpha], [alpha_loss], *alpha_adam, q_lr, eps=1e-8)  # perf[graph] exp is its own derivative
             losses["alpha_loss"] = alpha_loss.detach()
         return losses
 
     def update() -> dict[str, Tensor]:
-        losses, _ = learn_critics()
-        return losses
+        return learn_critics()[0]
 
     def update_with_actor() -> dict[str, Tensor]:
         losses, batch = learn_critics()
@@ -402,8 +396,7 @@ def train(args: Args) -> dict[str, float]:
 
     def policy(row: Tensor) -> Tensor:
         insert_(ring, newest, row[None])
-        action, _ = actor(row[:, :obs_dim])
-        return action
+        return actor(row[:, :obs_dim])[0]
 
     def act():  # captured, but not compiled: the copies between host and device stay as they are written
         host_action.copy_(policy(row.to(device, non_blocking=True)), non_blocking=True)
@@ -422,24 +415,23 @@ def train(args: Args) -> dict[str, float]:
         act = CudaGraphModule(act, warmup=3)
         update = CudaGraphModule(update, warmup=3)
         update_with_actor = CudaGraphModule(update_with_actor, warmup=3)
-    acted = torch.cuda.Event() if on_gpu else None  # perf[overlap]
+    acted = torch.cuda.Event() if on_gpu else torch.cpu.Event()  # perf[overlap] the latter does nothing
 
     progress = tqdm(total=total_steps * N, unit="step", desc=args.exp_name, dynamic_ncols=True)
     last_returns = deque(maxlen=100)
     losses = {}
-    marks = []
+    marks = [(time.perf_counter(), 0)]
     updates = 0
     global_step = 0
     for step in range(total_steps):
         # act
         if step == random_steps:
-            marks.append((time.perf_counter(), global_step))  # the clock starts with learning
+            marks = [(time.perf_counter(), global_step)]  # the clock starts anew with learning
         if step >= random_steps:
             act()
         else:
             explore()
-        if on_gpu:
-            acted.record()
+        acted.record()
 
         # learn; perf[overlap] launch the updates before waiting for the action: the GPU learns while the envs step
         for _ in range(N if step >= random_steps else 0):
@@ -448,12 +440,10 @@ def train(args: Args) -> dict[str, float]:
                 losses |= update_with_actor()
             else:
                 losses |= update()
-        if on_gpu:
-            acted.synchronize()  # the one sync of a step
-        env_action = host_action.numpy()
+        acted.synchronize()  # the one sync of a step
 
         # step and store
-        env_action = env_action.reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
+        env_action = host_action.numpy().reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
         row_action[:] = env_action.reshape(N, action_dim)
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
         global_step += N
@@ -463,17 +453,16 @@ def train(args: Args) -> dict[str, float]:
             last_returns.append(episode["r"])
 
         # report
-        if losses and (global_step % REPORT_INTERVAL < N or step + 1 == total_steps):
+        if global_step % REPORT_INTERVAL < N or step + 1 == total_steps:
             marks.append((time.perf_counter(), global_step))
-            metrics = report(losses, last_returns, marks, writer, progress)
+            metrics = report(losses, [ring], last_returns, marks, writer, progress)
             if args.compile and "actor_loss" in losses:  # perf[guards] all is compiled by now: skip the guards
                 torch.compiler.set_stance(skip_guard_eval_unsafe=True)
 
     summary = {"device": str(device), "args": asdict(args), "metrics": metrics}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     for name, value in metrics.items():
-        if value is not None:
-            writer.add_scalar(f"summary/{name}", value, global_step)  # W&B shows it, too
+        writer.add_scalar(f"summary/{name}", math.nan if value is None else value, global_step)  # for W&B, too
     for resource in (progress, writer, *envs):
         resource.close()
     return metrics

@@ -299,6 +299,24 @@ class NanEnv(DictEnv):
         return obs, float("nan"), terminated, truncated, info
 
 
+class NanObsEnv(DictEnv):
+    """Observes what is not a number, after a step."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2), {}
+
+    def step(self, action):
+        _, *rest = super().step(action)
+        return np.full(2, np.nan), *rest
+
+
+class DiscreteNanObsEnv(NanObsEnv, DiscreteDictEnv):
+    """Observes what is not a number, after one of three actions."""
+
+
 class IntegerResetEnv(DictEnv):
     """Observes integers at first, then what is no integer."""
 
@@ -332,6 +350,8 @@ ENVS = (
     DoubleEnv,
     NanEnv,
     IntegerResetEnv,
+    NanObsEnv,
+    DiscreteNanObsEnv,
     DiscreteNanEnv,
 )
 for env in ENVS:

@@ -11,7 +11,6 @@ MODES = {
     "compile on cuda": ("_torchcompile", {"compile": True, "device": "cuda"}),
     "cudagraphs": ("_torchcompile", {"cudagraphs": True, "device": "cuda"}),
     "compile+cudagraphs": ("_torchcompile", {"compile": True, "cudagraphs": True, "device": "cuda"}),
-    "groups+bf16": ("_torchcompile", {"env_groups": 2, "bf16": True}),
 }
 PENDULUM = {"env_id": "Pendulum-v1", "learning_starts": 1000, "batch_size": 128}
 GATES = {  # script -> problem, most that the first 3 episodes may pay, least that the last 10 must
@@ -36,8 +35,6 @@ GATES = {  # script -> problem, most that the first 3 episodes may pay, least th
 @pytest.mark.parametrize("script", GATES)
 def test_a_small_problem_is_solved(monkeypatch, script, mode):
     suffix, flags = MODES[mode]
-    if "groups" in mode and script not in ATARI:
-        pytest.skip("has no groups of envs")
     problem, first, last = GATES[script]
     if script in ATARI:
         monkeypatch.setattr(load(script + suffix), "make_envs", QuadrantPool)

@@ -311,7 +311,7 @@ def test_without_torchrun_it_says_how_to_start(capsys, monkeypatch):
     ("flags", "message"),
     [
         ({"env_id": "Pnog-v5"}, "Pong-v5"),
-        ({"num_minibatches": 3}, "--num-minibatches must be a divisor of 1024"),
+        ({"num_minibatches": 3}, "a rollout has 1024 steps; --num-minibatches must divide it"),
         ({"total_timesteps": 100}, "--total-timesteps must be at least 2048"),
         ({"backend": "nccl"}, "local rank 0 needs a GPU"),
         ({"exp_name": "a\0b"}, "cannot use cpu, the folder"),
