@@ -21,6 +21,7 @@ Differences from CleanRL's script of the same name:
 import difflib
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -29,6 +30,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+if "OMP_WAIT_POLICY" not in os.environ:  # before torch is loaded: idle threads wait briefly, then sleep
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import numpy as np
 import torch
 import tyro

@@ -21,6 +21,7 @@ import atexit
 import difflib
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -31,6 +32,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
+if "OMP_WAIT_POLICY" not in os.environ:  # before torch is loaded: idle threads wait briefly, then sleep
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import numpy as np
 import torch
 import torch.distributed as dist

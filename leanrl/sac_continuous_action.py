@@ -31,6 +31,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+if "OMP_WAIT_POLICY" not in os.environ:  # before torch is loaded: idle threads wait briefly, then sleep
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import gymnasium as gym
 import numpy as np
 import torch
