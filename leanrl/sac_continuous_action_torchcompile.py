@@ -195,14 +195,16 @@ def split_row(row, obs_dim: int):
 def sample(ring: Tensor, newest, pairs, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
     """A batch of transitions, drawn uniformly from the last `pairs` pairs of rows up to time `newest`."""
     rows, num_envs, _ = ring.shape
-    uniform = torch.rand(batch_size, dtype=torch.float64, device=ring.device)  # float32 would miss rows of a large ring
-    draw = (uniform * (pairs * num_envs)).long()
+    # three draws each, in float64 since float32 would miss rows; the first that is no reset of an env is taken
+    draws = (torch.rand(3, batch_size, dtype=torch.float64, device=ring.device) * (pairs * num_envs)).long()
+    valid = ring[(newest - draws // num_envs) % rows, draws % num_envs, -1]
+    draw = draws.gather(0, valid.argmax(0, keepdim=True))[0]
     time = newest - draw // num_envs
     env = draw % num_envs
     obs = ring[(time - 1) % rows, env, :obs_dim]
     next_obs, action, reward, terminated, valid = split_row(ring[time % rows, env], obs_dim)
     batch = {"obs": obs, "action": action, "reward": reward, "next_obs": next_obs, "terminated": terminated}
-    return batch | {"weight": valid / valid.sum().clamp(min=1)}
+    return batch | {"weight": valid / valid.sum().clamp(min=1)}  # 0 where all three are resets
 
 
 def td_target(batch: dict[str, Tensor], next_value: Tensor, gamma: float) -> Tensor:
