@@ -282,9 +282,9 @@ ABLATIONS["ppo_atari_envpool"] = {
         "eager",
         (("import numpy as np\n", 'import os; os.environ["GOMP_SPINCOUNT"] = "5000"\nimport numpy as np\n'),),
     ),
-    "eager: channels last": (
+    "eager: channels first": (
         "eager",
-        (("(num_actions).to(device)", "(num_actions).to(device, memory_format=torch.channels_last)"),),
+        (("(num_actions).to(device, memory_format=torch.channels_last)", "(num_actions).to(device)"),),
     ),
     "eager: Adam without fused=True": ("eager", ((", fused=True", ""),)),
 }

@@ -344,7 +344,7 @@ def train(args: Args) -> dict[str, float]:
     agent = AtariAgent(num_actions).requires_grad_(False)
     if not on_gpu and not args.bf16:
         convolve_last_layer(agent.trunk)
-    agent.to(device, memory_format=torch.channels_last)  # perf[channels] a pixel's channels lie together
+    agent.to(device, memory_format=torch.channels_last)  # faster convolutions
     params = dict(agent.named_parameters())
     acting_params = {name: p.bfloat16() if args.bf16 else p for name, p in params.items()}  # perf[bf16]
     adam = adam_state(params.values())
