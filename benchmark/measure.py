@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -217,9 +218,10 @@ def run_script(args: Args) -> dict:
     script.time = SimpleNamespace(perf_counter=clock, time=time.time)
     report, (rates, on_report) = script.report, slices(args, script.WARMUP_REPORTS)
 
-    def report_and_wait(*args):
-        metrics = report(*args)
-        on_report(metrics["global_step"])
+    def report_and_wait(losses, *rest):
+        metrics = report(losses, *rest)
+        if losses:  # learning has begun
+            on_report(metrics["global_step"])
         return metrics
 
     script.report = report_and_wait
@@ -418,6 +420,10 @@ def main(args: Args):
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.mode[0]}"]
         # a thread for each rank, also where there is one rank: the ratio is that of adding ranks
         sys.exit(subprocess.run([*launch, *sys.argv], env={"OMP_NUM_THREADS": "1"} | os.environ).returncode)
+    if find_spec("mujoco"):
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda _: None)  # about its own models' files, in the middle of a progress bar
     if args.mode in modes(args.script):
         load(args)  # before PyTorch, since a script may set what PyTorch reads while it is loaded
     import torch

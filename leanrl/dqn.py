@@ -25,6 +25,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -90,7 +91,8 @@ def check_numbers(args: Args):
 def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
     """Makes an env that observes flat vectors and records episode returns; fails if it has other actions or images."""
     try:
-        env = gym.make(env_id)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
+            env = gym.make(env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
         near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
         fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")

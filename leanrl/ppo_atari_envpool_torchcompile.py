@@ -22,6 +22,7 @@ Differences from CleanRL's script of the same name:
 import ctypes  # perf[memory]
 import difflib
 import json
+import logging  # perf[capture]
 import math
 import os
 import re
@@ -396,6 +397,7 @@ def train(args: Args) -> dict[str, float]:
         policy = torch.compile(policy, fullgraph=True, options=options)
         update = torch.compile(update, fullgraph=True, options=options)
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
+        logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         policy = CudaGraphModule(policy, warmup=3)
         update_epoch = CudaGraphModule(update_epoch, warmup=3)
 

@@ -21,10 +21,12 @@ Differences from CleanRL's script of the same name:
 
 import difflib
 import json
+import logging  # perf[capture]
 import math
 import re
 import sys
 import time
+import warnings
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -98,7 +100,8 @@ def check_numbers(args: Args):
 def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
     """Makes an env that observes flat vectors and records episode returns; fails if it has other actions or images."""
     try:
-        env = gym.make(env_id)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
+            env = gym.make(env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
         near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
         fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
@@ -401,6 +404,7 @@ def train(args: Args) -> dict[str, float]:
         options = {"cpp_wrapper": not on_gpu}  # perf[cpp]
         update = torch.compile(update, fullgraph=True, options=options)
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
+        logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         act = CudaGraphModule(act, warmup=3)
         update_epoch = CudaGraphModule(update_epoch, warmup=3)
 

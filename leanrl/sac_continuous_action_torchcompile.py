@@ -22,11 +22,13 @@ Differences from CleanRL's script of the same name:
 import copy
 import difflib
 import json
+import logging  # perf[capture]
 import math
 import os
 import re
 import sys
 import time
+import warnings
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -100,7 +102,8 @@ def check_numbers(args: Args):
 def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
     """Makes an env that observes flat vectors and records episode returns; fails if it has other actions or images."""
     try:
-        env = gym.make(env_id)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
+            env = gym.make(env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
         near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
         fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
@@ -416,6 +419,7 @@ def train(args: Args) -> dict[str, float]:
         update = torch.compile(update, fullgraph=True, options=options)
         update_with_actor = torch.compile(update_with_actor, fullgraph=True, options=options)
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
+        logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         act = CudaGraphModule(act, warmup=3)
         update = CudaGraphModule(update, warmup=3)
         update_with_actor = CudaGraphModule(update_with_actor, warmup=3)
