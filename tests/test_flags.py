@@ -1,0 +1,51 @@
+"""Flags are CleanRL's, names and defaults, but for the departures that the README lists."""
+
+import json
+from dataclasses import MISSING, fields
+
+import pytest
+from conftest import ALL_SCRIPTS, ROOT, load
+
+CLEANRL = json.loads((ROOT / "tests" / "cleanrl_flags.json").read_text())
+ABSENT = {"capture_video", "save_model", "upload_model", "hf_entity"}  # of CleanRL, without a counterpart here
+COMPUTED = {"batch_size", "minibatch_size", "num_iterations"}  # by CleanRL at run time; PPO has them as locals
+OTHER_DEFAULTS = {  # script -> flag -> our default
+    "td3_continuous_action": {"env_id": "HalfCheetah-v4"},
+    "sac_continuous_action": {"env_id": "HalfCheetah-v4"},
+    "ppo_atari_multigpu": {"env_id": "Breakout-v5", "backend": None},
+}
+OF_RANKS = {"device_ids", "world_size", "num_envs", "local_batch_size", "local_minibatch_size"}  # torchrun says them
+OURS = {"device"}  # in every script that one process runs
+OURS_OF = {
+    "_torchcompile": {"compile", "cudagraphs"},
+    "ppo_atari_envpool_torchcompile": {"env_groups", "bf16"},
+    "ppo_atari_multigpu": {"timeout", "compile", "ddp", "cudagraphs"},
+}
+
+
+def number(value):
+    """CleanRL writes some counts as floats, or as int(1e6)."""
+    if isinstance(value, str) and value.startswith("int("):
+        return int(float(value[4:-1]))
+    return value
+
+
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
+def test_names_and_defaults_are_cleanrls(name):
+    base = name.removesuffix("_torchcompile")
+    theirs = {flag: number(value) for flag, value in CLEANRL[base].items()}
+    ours = {field.name: field.default for field in fields(load(name).Args)}
+    assert MISSING not in ours.values()
+    absent = ABSENT | (COMPUTED if "ppo" in name else set()) | (OF_RANKS if "multigpu" in name else set())
+    assert theirs.keys() - ours.keys() <= absent
+    added = set().union(*(flags for part, flags in OURS_OF.items() if name.endswith(part)))
+    assert ours.keys() - theirs.keys() == added | (set() if "multigpu" in name else OURS)
+    expected = theirs | {"exp_name": name, "wandb_project_name": "leanrl"} | OTHER_DEFAULTS.get(base, {})
+    for flag in ours.keys() & theirs.keys():
+        assert ours[flag] == expected[flag], f"--{flag.replace('_', '-')}"
+
+
+def test_the_readme_lists_the_departures():
+    (section,) = [part for part in (ROOT / "README.md").read_text().split("\n\n") if "CleanRL](https" in part]
+    for flag in ("capture-video", "save-model", "upload-model", "hf-entity", "wandb-project-name", "env-id", "backend"):
+        assert f"--{flag}" in section, flag
