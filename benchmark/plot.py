@@ -147,7 +147,7 @@ def speed_block(folder: str = "cpu") -> str:
 
 def best_block(folder: str = "cpu") -> str:
     """Markdown: one line a script, compiled against eager and against the fastest peer, and its returns."""
-    lines = ["| script | environment | eager | compiled | fastest peer | return after training (published) |"]
+    lines = ["| script | environment | eager | compiled | fastest peer | return after training |"]
     lines.append("|---|---|---|---|---|---|")
     for report in speed_reports(folder):
         rows = {row["mode"]: row for row in report["modes"]}
@@ -168,8 +168,8 @@ def best_block(folder: str = "cpu") -> str:
         trained = [row for row in return_rows() if row[0] == report["script"]]
         trained = [row for row in trained if row[3] in ("compile", "compile+cudagraphs")]  # which compute the same
         finals = [
-            f"{env}{f' at {int(steps):,} steps' if ' at ' in published else ''} {mean} ({published or 'none'})"
-            for _, env, steps, _, _, mean, published in trained
+            f"{env}{f' at {int(steps):,} steps' if ' at ' in beside else ''} {mean} (published: {beside or 'none'})"
+            for _, env, steps, _, _, mean, beside in trained
             if int(steps) == max(int(row[2]) for row in trained if row[1] == env)
         ]
         lines.append(
@@ -190,7 +190,10 @@ def return_rows() -> list[tuple]:
     import numpy as np
 
     published = read_csv(ROOT / "benchmark" / "published.csv")
-    theirs = {(p["script"], p["env_id"]): (p["steps"], mean_std(float(p["mean"]), float(p["std"]))) for p in published}
+    theirs = {
+        (p["script"], p["env_id"]): (p["steps"], mean_std(float(p["mean"]), float(p["std"])), p["source"])
+        for p in published
+    }
     groups = defaultdict(dict)
     for run in read_csv(RESULTS / "returns.csv"):
         groups[run["script"], run["env_id"], run["steps"], run["mode"]][run["seed"]] = float(run["episodic_return"])
@@ -198,8 +201,9 @@ def return_rows() -> list[tuple]:
     for (script, env_id, steps, mode), returns in groups.items():
         values = np.array(list(returns.values()))
         shown = mean_std(values.mean(), values.std(ddof=1) if len(values) > 1 else None)
-        after, beside = theirs.get((script, env_id), (steps, ""))
+        after, beside, source = theirs.get((script, env_id), (steps, "", ""))
         beside += f" at {int(after):,}" if beside and after != steps else ""
+        beside += f" ({source})" if beside else ""
         rows.append((script, env_id, steps, mode, " ".join(returns), shown, beside))
     return rows
 

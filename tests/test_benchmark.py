@@ -331,3 +331,11 @@ def test_a_block_is_replaced_and_nothing_else(monkeypatch, own_folder):
 def test_every_block_of_the_documents_is_known():
     text = "".join(path.read_text() for path in plot.DOCUMENTS)
     assert text.count("<!-- end -->") == sum(text.count(f"<!-- {name} -->") for name in plot.BLOCKS) >= 3
+
+
+def test_a_published_return_is_of_the_same_algorithm_and_says_whose():
+    """CleanRL's JAX script of Atari ends elsewhere than its PyTorch one."""
+    rows = plot.read_csv(ROOT / "benchmark" / "published.csv")
+    assert rows and all(row["source"] == f"CleanRL's {row['script']}.py" for row in rows)
+    shown = {beside for *_, beside in plot.return_rows()}
+    assert all(beside.endswith(".py)") for beside in shown if beside)
