@@ -307,7 +307,9 @@ def test_runs_of_other_lengths_have_curves_of_their_own(monkeypatch, own_folder)
     rows = [{"mode": m, "sps": [1] * 3, "runs": [{"SPS": 1, "rates": [1]}]} for m in ("eager", "compile")]
     report = {"script": "ppo_atari_envpool", "env_id": "Breakout-v5", "modes": rows}
     monkeypatch.setattr(plot, "speed_reports", lambda folder: [report])
-    assert plot.best_block().endswith("| none | Pong-v5 at 4,000 steps 4.0 (20.8 ± 0.2 at 10,000,000) |")
+    assert plot.best_block().endswith(
+        "| none | Pong-v5 at 4,000 steps 4.0 (published: 20.4 ± 0.1 at 10,000,000 (CleanRL's ppo_atari_envpool.py)) |"
+    )
 
 
 def test_a_block_is_replaced_and_nothing_else(monkeypatch, own_folder):

@@ -347,9 +347,9 @@ def test_nothing_grows_with_time(name, own_folder):
     code = (
         "import {name} as script\n"
         "memory, report = dict(), script.report\n"
-        "def spied(losses, last_returns, marks, *rest):\n"
+        "def spied(losses, data, last_returns, marks, *rest):\n"
         "    memory[marks[-1][1]] = int(open('/proc/self/statm').read().split()[1]) // 256\n"  # pages of 4 KiB
-        "    return report(losses, last_returns, marks, *rest)\n"
+        "    return report(losses, data, last_returns, marks, *rest)\n"
         "script.report = spied\n"
         "script.train(script.Args(**{args}))\n"
         "print(memory[1500], memory[4500])\n"
