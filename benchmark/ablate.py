@@ -28,6 +28,7 @@ POWERS = (
     ("    power = (step * math.log(0.9)).exp()", "    power = 0.9**step"),
     ("    power_sq = (step * math.log(0.999)).exp()", "    power_sq = 0.999**step"),
 )
+NUMPY = "            hidden = np.tanh(obs @ w1 + b1)  # perf[host]\n            hidden = np.tanh(hidden @ w2 + b2)\n"
 
 ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done to it -> (mode, edits)
     "ppo_continuous_action": {
@@ -47,9 +48,10 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
             "compile",
             (
                 (
-                    "            act()\n",
-                    "            act()\n            agent.critic(obs)\n"
-                    "            gaussian_logprob_entropy(mean + noise[t], mean, agent.actor_logstd)\n",
+                    "            obs_buffer[t] = obs\n",
+                    "            obs_buffer[t] = obs\n            agent.critic(torch.as_tensor(obs))\n"
+                    "            row = torch.as_tensor(action)\n"
+                    "            gaussian_logprob_entropy(row, row, agent.actor_logstd)\n",
                 ),
             ),
         ),
@@ -78,35 +80,22 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
         "without perf[host]: act through nn.Module": (
             "compile",
             (
-                (
-                    "        mean.copy_(nn.functional.linear(hidden, *layers[2]), non_blocking=True)\n",
-                    "        mean.copy_(agent.actor_mean(obs.to(device, non_blocking=True)), non_blocking=True)\n",
-                ),
-                ("        hidden = nn.functional.linear(hidden, *layers[1]).tanh()\n", ""),
-                (
-                    "        hidden = nn.functional.linear(obs.to(device, non_blocking=True), *layers[0]).tanh()\n",
-                    "",
-                ),
+                (NUMPY, ""),
+                ("action = hidden @ w3 + b3 +", "action = agent.actor_mean(torch.as_tensor(obs)).numpy() +"),
             ),
         ),
+        "without perf[tanh]: the compiler's own tanh": ("compile", ((', "cpp.use_decompose_tanh": True', ""),)),
         "with as many threads as cores": ("compile", (("    torch.set_num_threads(1)", "    _ = (1)"),)),
         "tried: compile the policy step too": (
             "compile",
             (
                 (
-                    "    layers = [(layer.weight",
+                    "    lr = torch.zeros(()",
                     "    policy = torch.compile(lambda obs: agent.actor_mean(obs), fullgraph=True)\n"
-                    "    layers = [(layer.weight",
+                    "    lr = torch.zeros(()",
                 ),
-                (
-                    "        mean.copy_(nn.functional.linear(hidden, *layers[2]), non_blocking=True)\n",
-                    "        mean.copy_(policy(obs.to(device, non_blocking=True)), non_blocking=True)\n",
-                ),
-                ("        hidden = nn.functional.linear(hidden, *layers[1]).tanh()\n", ""),
-                (
-                    "        hidden = nn.functional.linear(obs.to(device, non_blocking=True), *layers[0]).tanh()\n",
-                    "",
-                ),
+                (NUMPY, ""),
+                ("action = hidden @ w3 + b3 +", "action = policy(torch.as_tensor(obs)).numpy() +"),
             ),
         ),
         "without perf[cpp]: glue in Python": ("compile", ((WRAPPER, '"cpp_wrapper": False'),)),
