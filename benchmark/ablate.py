@@ -218,20 +218,19 @@ HALVE = """
 
 """
 BRIEFLY = '"GOMP_SPINCOUNT", "5000"'
-KEEP = "    import ctypes; libc = ctypes.CDLL(None); libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)\n"
 ABLATIONS["ppo_atari_envpool"] = {
     "without perf[graph]: no compilation": ("twin", ()),
     "without perf[channels]: channels first": (
         "compile",
         (
             (".to(device, memory_format=torch.channels_last)", ".to(device)"),
-            ("device=device, memory_format=torch.channels_last)", "device=device)"),
+            ("obs_buffer.to(memory_format=torch.channels_last)", "obs_buffer"),
             ("non_blocking=True, memory_format=torch.channels_last)", "non_blocking=True)"),
         ),
     ),
-    "without perf[memory]: freed memory goes back to the system": ("compile", (("    keep_freed_memory()\n", ""),)),
-    "without perf[spin]: idle threads spin for milliseconds": ("compile", ((BRIEFLY, '"NO_SUCH", ""'),)),
-    "without perf[spin]: idle threads sleep at once": ("compile", ((BRIEFLY, '"OMP_WAIT_POLICY", "passive"'),)),
+    "without kept memory: freed memory goes back to the system": ("compile", (("    keep_freed_memory()\n", ""),)),
+    "without brief spinning: idle threads spin for milliseconds": ("compile", ((BRIEFLY, '"NO_SUCH", ""'),)),
+    "without brief spinning: idle threads sleep at once": ("compile", ((BRIEFLY, '"OMP_WAIT_POLICY", "passive"'),)),
     "--bf16: idle threads spin for milliseconds": ("compile+bf16", ((BRIEFLY, '"NO_SUCH", ""'),)),
     "--bf16: idle threads sleep at once": ("compile+bf16", ((BRIEFLY, '"OMP_WAIT_POLICY", "passive"'),)),
     "--bf16, without perf[bf16]: weights converted at each policy step": (
@@ -250,10 +249,9 @@ ABLATIONS["ppo_atari_envpool"] = {
         "compile",
         (
             (PARAMS, PARAMS + "    agent.trunk[0].stride = 1, 1\n"),
-            ("torch.empty(T * N, *obs.shape[1:],", "torch.empty(T * N, 64, 21, 21,"),
+            ("torch.zeros((T + 1) * N, *obs.shape[1:],", "torch.zeros((T + 1) * N, 64, 21, 21,"),
             (AUTOCAST, f"        params = params | {{{FIRST}: {BLOCKS}(params[{FIRST}], 4)}}\n{AUTOCAST}"),
-            ("copy_(obs[rows], non", f"copy_({BLOCKS}(obs[rows], 4), non"),
-            ("last_obs = obs.to(", f"last_obs = {BLOCKS}(obs, 4).to("),
+            ("frames = obs[groups[g]].to(", f"frames = {BLOCKS}(obs[groups[g]], 4).to("),
         ),
     ),
     "tried: a second convolution of 2 x 2 blocks, 128 channels each": (
@@ -263,14 +261,8 @@ ABLATIONS["ppo_atari_envpool"] = {
             (AUTOCAST, f"        params = params | {{{SECOND}: halve(params[{SECOND}])}}\n{AUTOCAST}"),
         ),
     ),
-    "eager: freed memory is kept, as by perf[memory]": (
-        "eager",
-        (("    num_actions = int(", f"{KEEP}    num_actions = int("),),
-    ),
-    "eager: idle threads spin briefly, as by perf[spin]": (
-        "eager",
-        (("import numpy as np\n", 'import os; os.environ["GOMP_SPINCOUNT"] = "5000"\nimport numpy as np\n'),),
-    ),
+    "eager: freed memory goes back to the system": ("eager", (("    keep_freed_memory()\n", ""),)),
+    "eager: idle threads spin for milliseconds": ("eager", ((BRIEFLY, '"NO_SUCH", ""'),)),
     "eager: channels first": (
         "eager",
         (("(num_actions).to(device, memory_format=torch.channels_last)", "(num_actions).to(device)"),),

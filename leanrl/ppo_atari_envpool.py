@@ -18,6 +18,7 @@ Differences from CleanRL's script of the same name:
 3. A game that ends by its time limit counts among the returns, and its score ends there.
 """
 
+import ctypes
 import difflib
 import json
 import math
@@ -207,6 +208,14 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
 
 
+def keep_freed_memory():
+    """Lets glibc keep freed memory: mapping it anew costs a page fault for every 4 kB."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: map no large block on its own
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never give back the end of the heap
+
+
 def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     """Seeds PyTorch, picks the device, and makes the run folder with its TensorBoard writer (W&B follows it)."""
     device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -271,18 +280,19 @@ def train(args: Args) -> dict[str, float]:
         fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
     seeds = [(10_000 * args.seed + i) % 2**31 for i in range(N)]
     envs = make_envs(args.env_id, seeds)
+    keep_freed_memory()
     device, run_dir, writer = start_run(args)
     num_actions = int(envs.action_space.n)
     obs, _ = envs.reset()
-    done = np.zeros(N, bool)
-    scores = np.zeros(N)
     agent = AtariAgent(num_actions).to(device, memory_format=torch.channels_last)  # faster convolutions
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    obs_buffer = torch.zeros(T, *obs.shape, dtype=torch.uint8, device=device)
-    action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
-    logprob_buffer = torch.zeros(T, N, device=device)
-    value = torch.zeros(T + 1, N, device=device)
+    obs_buffer = torch.zeros(T + 1, *obs.shape, dtype=torch.uint8, device=device)
+    action_buffer = torch.zeros(T + 1, N, dtype=torch.long, device=device)
+    logprob_buffer = torch.zeros(T + 1, N, device=device)
+    value = torch.zeros(T + 1, N, device=device)  # at time T, only the value of the last observation is used
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
+    done = np.zeros(N, bool)
+    scores = np.zeros(N)
 
     @torch.no_grad()
     def policy(frames: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -292,17 +302,25 @@ def train(args: Args) -> dict[str, float]:
         logprob, _ = categorical_logprob_entropy(action, logits)
         return action, logprob, value
 
-    def update(idx: Tensor) -> dict[str, Tensor]:
-        """A gradient step on the rows idx of the batch; returns what to log."""
-        minibatch = {name: x[idx] for name, x in batch.items()}
+    def loss_of(minibatch: dict) -> tuple[Tensor, dict]:
         logits, value = agent(minibatch["obs"])
         logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
         entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
-        loss, losses = ppo_loss(logprob, entropy, value, minibatch, args)
+        return ppo_loss(logprob, entropy, value, minibatch, args)
+
+    def update(idx: Tensor) -> dict[str, Tensor]:
+        """A gradient step on the rows idx of the batch; returns what to log."""
+        minibatch = {name: x[idx] for name, x in batch.items()}
+        loss, losses = loss_of(minibatch)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         optimizer.step()
+        return losses
+
+    def update_epoch(permutation: Tensor) -> dict[str, Tensor]:
+        for idx in permutation.split(minibatch_size):
+            losses = update(idx)
         return losses
 
     progress = tqdm(total=num_iterations * batch_size, unit="step", desc=args.exp_name, dynamic_ncols=True)
@@ -310,6 +328,9 @@ def train(args: Args) -> dict[str, float]:
     marks = [(time.perf_counter(), 0)]
     global_step = 0
     for iteration in range(num_iterations):
+        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
+        learning_rate = args.learning_rate * remaining
+        optimizer.param_groups[0]["lr"] = learning_rate
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel noise
         for t in range(T):
             # act
@@ -332,15 +353,11 @@ def train(args: Args) -> dict[str, float]:
         reward_buffer, terminated_buffer, done_buffer, valid_buffer = torch.as_tensor(env_buffer, device=device)
         _, _, value[T] = policy(torch.as_tensor(obs, device=device), noise[0])
         advantage = gae(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
-        rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value[:T]}
+        rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value}
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
-        batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
-        optimizer.param_groups[0]["lr"] = learning_rate
+        batch = {name: x[:T].flatten(0, 1) for name, x in rollout.items()}
         for _ in range(args.update_epochs):
-            for idx in torch.randperm(batch_size, device=device).split(minibatch_size):
-                losses = update(idx)
+            losses = update_epoch(torch.randperm(batch_size, device=device))
             if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                 break
 

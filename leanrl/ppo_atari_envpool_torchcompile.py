@@ -19,7 +19,7 @@ Differences from CleanRL's script of the same name:
 3. A game that ends by its time limit counts among the returns, and its score ends there.
 """
 
-import ctypes  # perf[memory]
+import ctypes
 import difflib
 import json
 import logging  # perf[capture]
@@ -31,6 +31,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial  # perf[groups]
 from pathlib import Path
 
 if "OMP_WAIT_POLICY" not in os.environ:  # before torch is loaded: idle threads wait briefly, then sleep
@@ -165,8 +166,7 @@ def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor,
     return logprob, -(logprobs.exp() * logprobs).sum(-1)
 
 
-# perf[scan] log2(T) steps of whole tensors, where a loop over time takes T steps of single rows
-def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: float, gae_lambda: float):
+def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: float, gae_lambda: float) -> Tensor:
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16); all are (T, N), but value is (T + 1, N).
 
     If an episode ends at t, value[t + 1] is the value of its last observation, since the env resets one step later.
@@ -174,12 +174,10 @@ def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, ga
     """
     delta = reward + gamma * (1 - terminated) * value[1:] - value[:-1]
     decay = gamma * gae_lambda * (1 - done)
-    span = 1  # perf[scan] delta[t] sums the steps t .. t + span - 1, and decay[t] discounts what follows them
-    while span < len(delta):
-        delta[:-span] = delta[:-span] + decay[:-span] * delta[span:]
-        decay[:-span] = decay[:-span] * decay[span:]
-        span *= 2
-    return delta
+    advantages = [torch.zeros_like(delta[0])]
+    for delta_t, decay_t in zip(reversed(delta.unbind()), reversed(decay.unbind())):
+        advantages.append(delta_t + decay_t * advantages[-1])
+    return torch.stack(advantages[:0:-1])  # without the zeros at the start, and in the order of time
 
 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
@@ -221,6 +219,14 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
 
 
+def keep_freed_memory():
+    """Lets glibc keep freed memory: mapping it anew costs a page fault for every 4 kB."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: map no large block on its own
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never give back the end of the heap
+
+
 # perf[graph] Adam as a function of tensors, so that it compiles into the update
 def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: float):
     """A step of Adam in place (Kingma & Ba 2015, end of section 2)."""
@@ -241,14 +247,6 @@ def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     params = list(params)
     exp_avgs, exp_avg_sqs = ([torch.zeros_like(param) for param in params] for _ in range(2))
     return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=params[0].device)
-
-
-def keep_freed_memory():  # perf[memory]
-    """Lets glibc keep freed memory: mapping it anew costs a page fault for every 4 kB."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: map no large block on its own
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never give back the end of the heap
 
 
 def convolve_last_layer(trunk: nn.Sequential):  # perf[conv]
@@ -326,22 +324,19 @@ def train(args: Args) -> dict[str, float]:
     G = args.env_groups  # perf[groups] EnvPool steps one group while the policy acts for another
     if N % G:
         fail(f"--env-groups must divide --num-envs, {N}.")
-    size = N // G
-    groups = [slice(g * size, (g + 1) * size) for g in range(G)]
+    groups = [slice(i, i + N // G) for i in range(0, N, N // G)]
     pools = [make_envs(args.env_id, seeds[rows]) for rows in groups]
+    keep_freed_memory()
     device, run_dir, writer = start_run(args)
     on_gpu = device.type == "cuda"
     if args.cudagraphs and not on_gpu:  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
-    keep_freed_memory()
     num_actions = int(pools[0].action_space.n)
     # perf[pinned] pinned memory: the copies do not wait
     obs = torch.from_numpy(np.concatenate([pool.reset()[0] for pool in pools]))
     obs = obs.pin_memory() if on_gpu else obs
     env_action = torch.zeros(N, dtype=torch.long, pin_memory=on_gpu)
-    done = np.zeros(N, bool)
-    scores = np.zeros(N)
     agent = AtariAgent(num_actions).requires_grad_(False)
     if not on_gpu and not args.bf16:
         convolve_last_layer(agent.trunk)
@@ -350,20 +345,20 @@ def train(args: Args) -> dict[str, float]:
     acting_params = {name: p.bfloat16() if args.bf16 else p for name, p in params.items()}  # perf[bf16]
     adam = adam_state(params.values())
     lr = torch.zeros((), device=device)  # perf[tensor] a number would keep the value it was compiled with
-    # perf[channels] the bytes of a pixel lie together, as the convolutions read them
-    obs_buffer = torch.empty(T * N, *obs.shape[1:], dtype=torch.uint8, device=device, memory_format=torch.channels_last)
-    obs_buffer = obs_buffer.unflatten(0, (T, N))
-    action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
-    logprob_buffer = torch.zeros(T, N, device=device)
-    value = torch.zeros(T + 1, N, device=device)
-    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
     batch = {}
+    noise = torch.zeros(T + 1, N, num_actions, device=device)
+    clock = torch.zeros(G, 1, dtype=torch.long, device=device)  # perf[tensor] the time in the rollout, of each group
+    # perf[channels] the bytes of a pixel lie together, as the convolutions read them
+    obs_buffer = torch.zeros((T + 1) * N, *obs.shape[1:], dtype=torch.uint8, device=device)
+    obs_buffer = obs_buffer.to(memory_format=torch.channels_last).unflatten(0, (T + 1, N))
+    action_buffer = torch.zeros(T + 1, N, dtype=torch.long, device=device)
+    logprob_buffer = torch.zeros(T + 1, N, device=device)
+    value = torch.zeros(T + 1, N, device=device)  # at time T, only the value of the last observation is used
+    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
+    done = np.zeros(N, bool)
+    scores = np.zeros(N)
 
-    def evaluate(params: dict, frames: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):  # perf[bf16]
-            logits, value = functional_call(agent, params, frames)
-        return logits.to(lr.dtype), value.to(lr.dtype)
-
+    @torch.no_grad()
     def policy(frames: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Samples actions; returns them with their log-probabilities, and the values of the frames."""
         logits, value = evaluate(acting_params, frames)
@@ -371,17 +366,30 @@ def train(args: Args) -> dict[str, float]:
         logprob, _ = categorical_logprob_entropy(action, logits)
         return action, logprob, value
 
+    def evaluate(params: dict, frames: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):  # perf[bf16]
+            logits, value = functional_call(agent, params, frames)
+        return logits.to(lr.dtype), value.to(lr.dtype)
+
+    def act(g: int):  # captured, but not compiled: the copies between host and device stay as they are written
+        """Chooses and stores the actions of a group; perf[pinned] the copies do not wait."""
+        now = clock[g], groups[g]
+        frames = obs[groups[g]].to(device, non_blocking=True, memory_format=torch.channels_last)
+        obs_buffer[now] = frames
+        action_buffer[now], logprob_buffer[now], value[now] = policy(frames, noise[now][0])
+        env_action[groups[g]].copy_(action_buffer[now][0], non_blocking=True)
+        clock[g] += 1
+
+    def loss_of(params: dict, minibatch: dict) -> tuple[Tensor, dict]:
+        logits, value = evaluate(params, minibatch["obs"])
+        logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
+        entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
+        return ppo_loss(logprob, entropy, value, minibatch, args)
+
     def update(idx: Tensor) -> dict[str, Tensor]:
         """A gradient step on the rows idx of the batch; returns what to log."""
         minibatch = {name: x[idx] for name, x in batch.items()}
-
-        def loss_of(params: dict):
-            logits, value = evaluate(params, minibatch["obs"])
-            logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
-            entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
-            return ppo_loss(logprob, entropy, value, minibatch, args)
-
-        grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(params)  # perf[graph]
+        grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(params, minibatch)  # perf[graph]
         norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
         scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
         adam_(params.values(), [grad * scale for grad in grads.values()], *adam, lr, eps=1e-5)
@@ -396,42 +404,39 @@ def train(args: Args) -> dict[str, float]:
         options = {"cpp_wrapper": not on_gpu}  # perf[cpp]
         policy = torch.compile(policy, fullgraph=True, options=options)
         update = torch.compile(update, fullgraph=True, options=options)
+    acts = [partial(act, g) for g in range(G)]
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
-        policy = CudaGraphModule(policy, warmup=3)
+        acts = [CudaGraphModule(act, warmup=3) for act in acts]
         update_epoch = CudaGraphModule(update_epoch, warmup=3)
-
-    def act(t: int, rows: slice):
-        """Chooses the actions of some envs; perf[pinned] copies that do not wait, then one sync."""
-        obs_buffer[t, rows].copy_(obs[rows], non_blocking=True)
-        decision = policy(obs_buffer[t, rows], noise[t, rows])
-        action_buffer[t, rows], logprob_buffer[t, rows], value[t, rows] = decision
-        env_action[rows].copy_(action_buffer[t, rows], non_blocking=True)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
 
     progress = tqdm(total=num_iterations * batch_size, unit="step", desc=args.exp_name, dynamic_ncols=True)
     last_returns = deque(maxlen=100)
     marks = [(time.perf_counter(), 0)]
     global_step = 0
     for iteration in range(num_iterations):
-        noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel noise
+        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
+        learning_rate = args.learning_rate * remaining
+        lr.fill_(learning_rate)  # perf[tensor]
+        noise[:T] = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel noise
+        clock.zero_()  # perf[tensor]
         for name, p in params.items():  # perf[bf16] convert the weights once per rollout
             acting_params[name].copy_(p)
-        for k in range(T * G + G - 1):  # perf[groups] act for one group, then receive from another
+        for k in range(1 - G, T * G):  # perf[groups] every turn, one group acts and another is received from
             # act
-            if k < T * G:
-                t, g = divmod(k, G)
-                act(t, groups[g])
+            g = (k - 1) % G  # perf[groups] the group that was received from last
+            if k <= T * G - G:
+                acts[g]()
+                torch.get_device_module(device).synchronize()  # the one sync of a step; on a CPU, it does nothing
                 pools[g].send(env_action[groups[g]].numpy())
-            if k + 1 < G:  # perf[groups] no group has waited yet
-                continue
+            if k < 0:
+                continue  # perf[groups] at first, no group has waited long enough
 
             # step and store
-            t, g = divmod(k + 1 - G, G)  # perf[groups] of the group that has waited longest
+            t, g = divmod(k, G)  # perf[groups] the group that has waited longest
             rows = groups[g]
             valid = ~done[rows]  # an env whose episode has ended only resets
-            global_step += size
+            global_step += len(valid)
             obs.numpy()[rows], reward, terminated, truncated, info = pools[g].recv()
             for game in games_that_end(info, truncated, scores[rows]):
                 writer.add_scalar("charts/episodic_return", game["r"], global_step)
@@ -442,19 +447,15 @@ def train(args: Args) -> dict[str, float]:
 
         # learn
         reward_buffer, terminated_buffer, done_buffer, valid_buffer = torch.as_tensor(env_buffer, device=device)
-        last_obs = obs.to(device, non_blocking=True, memory_format=torch.channels_last)  # perf[channels]
-        for rows in groups:  # perf[groups]
-            _, _, value[T, rows] = policy(last_obs[rows], noise[0, rows])
-        advantage = gae_scan(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
-        rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value[:T]}
+        for act in acts:  # perf[capture] acts at time T, too, for the value of the last observation
+            act()
+        advantage = gae(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
+        rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value}
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
         for name, x in rollout.items():  # perf[capture] a graph reads fixed addresses: those of the first rollout
-            batch.setdefault(name, x.flatten(0, 1)).copy_(x.flatten(0, 1))
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
-        lr.fill_(learning_rate)  # perf[tensor]
+            batch.setdefault(name, x[:T].flatten(0, 1)).copy_(x[:T].flatten(0, 1))
         for _ in range(args.update_epochs):
-            losses = update_epoch(torch.randperm(batch_size, device=device))  # perf[capture]
+            losses = update_epoch(torch.randperm(batch_size, device=device))
             if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                 break
 

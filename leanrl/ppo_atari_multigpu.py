@@ -164,8 +164,7 @@ def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor,
     return logprob, -(logprobs.exp() * logprobs).sum(-1)
 
 
-# perf[scan] log2(T) steps of whole tensors, where a loop over time takes T steps of single rows
-def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: float, gae_lambda: float):
+def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: float, gae_lambda: float) -> Tensor:
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16); all are (T, N), but value is (T + 1, N).
 
     If an episode ends at t, value[t + 1] is the value of its last observation, since the env resets one step later.
@@ -173,12 +172,10 @@ def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, ga
     """
     delta = reward + gamma * (1 - terminated) * value[1:] - value[:-1]
     decay = gamma * gae_lambda * (1 - done)
-    span = 1  # perf[scan] delta[t] sums the steps t .. t + span - 1, and decay[t] discounts what follows them
-    while span < len(delta):
-        delta[:-span] = delta[:-span] + decay[:-span] * delta[span:]
-        decay[:-span] = decay[:-span] * decay[span:]
-        span *= 2
-    return delta
+    advantages = [torch.zeros_like(delta[0])]
+    for delta_t, decay_t in zip(reversed(delta.unbind()), reversed(decay.unbind())):
+        advantages.append(delta_t + decay_t * advantages[-1])
+    return torch.stack(advantages[:0:-1])  # without the zeros at the start, and in the order of time
 
 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
@@ -327,7 +324,9 @@ def train(args: Args) -> dict[str, float]:
     envs = make_envs(args.env_id, seeds)
     device, run_dir, writer = start_rank(args, rank)
     num_actions = int(envs.action_space.n)
-    obs, _ = envs.reset()
+    obs = torch.from_numpy(envs.reset()[0])
+    obs = obs.pin_memory() if device.type == "cuda" else obs  # copies from and to pinned memory do not wait
+    env_action = torch.zeros(N, dtype=torch.long, pin_memory=device.type == "cuda")
     done = np.zeros(N, bool)
     scores = np.zeros(N)
     torch.manual_seed(args.seed)  # every rank starts with the same parameters
@@ -349,6 +348,7 @@ def train(args: Args) -> dict[str, float]:
             dist.broadcast(p.data, src=0)  # as DDP does
     lr = torch.tensor(args.learning_rate, device=device)
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True, capturable=capture)
+    clear_gradients = bucket.zero_ if one_bucket else optimizer.zero_grad
     obs_buffer = torch.zeros(T, *obs.shape, dtype=torch.uint8, device=device)
     action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
     logprob_buffer = torch.zeros(T, N, device=device)
@@ -391,7 +391,7 @@ def train(args: Args) -> dict[str, float]:
 
     def update(idx: Tensor, moments: Tensor) -> dict[str, Tensor]:
         """A gradient step of all ranks, on the rows idx of the batch of this one; returns what to log."""
-        optimizer.zero_grad(set_to_none=False)
+        clear_gradients()
         losses = gradient(idx, moments)  # DDP averages while it goes back
         if one_bucket:
             dist.all_reduce(bucket.div_(world_size))
@@ -411,22 +411,23 @@ def train(args: Args) -> dict[str, float]:
         games = []
         for t in range(T):
             # act
-            obs_buffer[t] = torch.as_tensor(obs)
+            obs_buffer[t].copy_(obs, non_blocking=True)
             action_buffer[t], logprob_buffer[t], value[t] = policy(obs_buffer[t], noise[t])
-            env_action = action_buffer[t].cpu().numpy()
+            env_action.copy_(action_buffer[t], non_blocking=True)
+            torch.get_device_module(device).synchronize()  # the one sync of a step; on a CPU, it does nothing
 
             # step and store
             valid = ~done  # an env whose episode has ended only resets
             global_step += N * world_size
-            obs, reward, terminated, truncated, info = envs.step(env_action)
+            obs.numpy()[:], reward, terminated, truncated, info = envs.step(env_action.numpy())
             games += [(global_step, game["r"], game["l"]) for game in games_that_end(info, truncated, scores)]
             done = terminated | truncated
             env_buffer[:, t] = reward, terminated, done, valid
 
         # learn
         reward_buffer, terminated_buffer, done_buffer, valid_buffer = torch.as_tensor(env_buffer, device=device)
-        _, _, value[T] = policy(torch.as_tensor(obs, device=device), noise[0])
-        advantage = gae_scan(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
+        _, _, value[T] = policy(obs.to(device, non_blocking=True), noise[0])
+        advantage = gae(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
         rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value[:T]}
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
         for name, x in rollout.items():  # a graph reads fixed addresses: those of the first rollout
@@ -444,8 +445,7 @@ def train(args: Args) -> dict[str, float]:
 
         # report
         losses["explained_variance"] = explained_variance(batch)
-        # equal on all ranks, and so is what report() decides
-        losses = dict(zip(losses, mean_over_ranks(torch.stack(list(losses.values())))))
+        losses = dict(zip(losses, mean_over_ranks(torch.stack(list(losses.values())))))  # so all stop or none
         games_of_ranks = [None] * world_size
         dist.all_gather_object(games_of_ranks, games)
         for step_of_game, score, length in sorted(game for games in games_of_ranks for game in games):
