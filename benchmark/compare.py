@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -83,6 +83,7 @@ class Run:
     folder: Path = ROOT / "leanrl"
     cache: Path | None = None  # of the compiler; default: empty, so that start-up is cold
     slices: int = 20
+    threads: int | None = None  # default: what the script or the library chooses
 
     def start(self, empty: Path) -> subprocess.Popen:
         """The process; its progress bar passes through."""
@@ -91,6 +92,9 @@ class Run:
         command = [str(part) for part in (*command, "--folder", self.folder, "--slices", self.slices)]
         env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(self.cache or empty)}
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of a GPU that others use as well
+        if self.threads:
+            env["OMP_NUM_THREADS"] = str(self.threads)
+            env["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={'true' if self.threads > 1 else 'false'}"
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
 
 
@@ -128,6 +132,13 @@ def measure(*runs: Run) -> list[dict]:
     return [results[i] for i in range(len(runs))]
 
 
+def best_threads(run: Run) -> int:
+    """The number of threads with which a peer is faster, one or as many as there are cores, by a trial of both."""
+    trials = [replace(run, threads=threads) for threads in sorted({1, os.cpu_count()})]
+    rates = [np.median(result["rates"]) for result in measure(*trials)]
+    return trials[int(np.argmax(rates))].threads
+
+
 def interval(turns: list[list[float]]) -> list[float]:
     """Median and its 95 % bootstrap interval, [median, low, high], where turns and what is in them are drawn anew."""
     rng, counts = np.random.default_rng(0), np.array([len(turn) for turn in turns])
@@ -158,6 +169,7 @@ def summarise(runs: dict[str, list[dict]]) -> list[dict]:
         row["efficiency"] = interval(ratios(results, alone))[0] / int(ranks[0]) if alone else None
         for key in (
             "startup_seconds",
+            "threads",
             "host_mb",
             "device_mb",
             "gpu_utilisation",
@@ -217,9 +229,10 @@ def main(args: Args):
             "They go on in turn, so the rates that their progress bars show include waiting for each other.", flush=True
         )
         runs = {mode: [] for mode in chosen}
+        about = {"steps": args.steps or steps, "env_id": env_id, "slices": args.slices}
+        threads = {mode: best_threads(Run(script, mode, seed=1, **about)) for mode in chosen if mode in peers}
         for turn in range(args.pairs):
-            about = {"steps": args.steps or steps, "env_id": env_id, "seed": turn + 1, "slices": args.slices}
-            results = measure(*(Run(script, mode, **about) for mode in chosen))
+            results = measure(*(Run(script, m, seed=turn + 1, threads=threads.get(m), **about) for m in chosen))
             for mode, result in zip(chosen, results, strict=True):
                 runs[mode].append(result)
         rows = summarise(runs)

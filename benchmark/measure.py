@@ -36,7 +36,11 @@ MODES = {  # mode -> which file, and its flags
     "cudagraphs": ("_torchcompile", ["--cudagraphs"]),
     "compile+cudagraphs": ("_torchcompile", ["--compile", "--cudagraphs"]),
 }
+BF16 = {"compile+bf16": ("_torchcompile", ["--compile", "--bf16"])}
+BF16["compile+cudagraphs+bf16"] = ("_torchcompile", ["--compile", "--cudagraphs", "--bf16"])
 MORE_MODES = {  # of the scripts that have the flag
+    "td3_continuous_action": BF16,
+    "sac_continuous_action": BF16,
     "ppo_atari_envpool": {
         "compile+groups": ("_torchcompile", ["--compile", "--env-groups", 2]),
         "compile+bf16": ("_torchcompile", ["--compile", "--bf16"]),
@@ -45,7 +49,7 @@ MORE_MODES = {  # of the scripts that have the flag
             "_torchcompile",
             ["--compile", "--cudagraphs", "--env-groups", 2, "--bf16"],
         ),
-    }
+    },
 }
 RANKS = {  # of the data-parallel script
     "1 rank": ("", ["--compile"]),
@@ -439,6 +443,8 @@ def main(args: Args):
         return
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     result["env_share"] = spent[0] / spent[1] * result["SPS"] / ranks  # of the steady rate's time, in the simulator
+    result["threads"] = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count()))  # at most
+    result["tf32"] = torch.get_float32_matmul_precision() != "highest"
     result["host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     result["device_mb"] = torch.cuda.max_memory_reserved() / 2**20 if has_gpu else None
     result["gpu_utilisation"] = sum(samples) / len(samples) if samples else None

@@ -45,6 +45,7 @@ from torch.func import functional_call, grad_and_value  # perf[graph]
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
 WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
@@ -55,6 +56,7 @@ class Args:
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
     device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
+    tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
     env_id: str = "Breakout-v5"  # any Atari id of EnvPool
     total_timesteps: int = 10_000_000  # env steps (of 4 frames each), summed over all envs
@@ -181,7 +183,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 
 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
-    """PPO's clipped loss () (eq. 7 and 9) and a dict of what to log; every mean is over the valid rows.
+    """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
     logprob and value (B,) are those of the current parameters; the batch has those of the policy that acted.
     """
@@ -204,11 +206,11 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
         value_error = torch.maximum(value_error, (clipped_value - batch["return"]) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
 
-    losses = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-    losses["old_approx_kl"] = -(weight * log_ratio).sum()
-    losses["approx_kl"] = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
-    losses["clipfrac"] = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
-    return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, losses
+    old_approx_kl = -(weight * log_ratio).sum()
+    approx_kl = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
+    clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
+    losses = torch.stack([policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac])
+    return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, losses.detach()
 
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
@@ -277,6 +279,8 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     writer = SummaryWriter(run_dir, flush_secs=10)
     writer.add_text("args", json.dumps(asdict(args), indent=2))
     (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
@@ -386,7 +390,7 @@ def train(args: Args) -> dict[str, float]:
         entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
         return ppo_loss(logprob, entropy, value, minibatch, args)
 
-    def update(idx: Tensor) -> dict[str, Tensor]:
+    def update(idx: Tensor) -> Tensor:
         """A gradient step on the rows idx of the batch; returns what to log."""
         minibatch = {name: x[idx] for name, x in batch.items()}
         grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(params, minibatch)  # perf[graph]
@@ -395,7 +399,7 @@ def train(args: Args) -> dict[str, float]:
         adam_(params.values(), [grad * scale for grad in grads.values()], *adam, lr, eps=1e-5)
         return losses
 
-    def update_epoch(permutation: Tensor) -> dict[str, Tensor]:
+    def update_epoch(permutation: Tensor) -> Tensor:
         for idx in permutation.split(minibatch_size):
             losses = update(idx)
         return losses
@@ -455,7 +459,7 @@ def train(args: Args) -> dict[str, float]:
         for name, x in rollout.items():  # perf[capture] a graph reads fixed addresses: those of the first rollout
             batch.setdefault(name, x[:T].flatten(0, 1)).copy_(x[:T].flatten(0, 1))
         for _ in range(args.update_epochs):
-            losses = update_epoch(torch.randperm(batch_size, device=device))
+            losses = dict(zip(PPO_LOSSES, update_epoch(torch.randperm(batch_size, device=device))))
             if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                 break
 

@@ -44,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
 WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
@@ -53,6 +54,7 @@ class Args:
     seed: int = 1  # seeds the agent and the envs; different seeds never share an env's random stream
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use one GPU per rank if there are any
+    tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
     backend: Literal["nccl", "gloo"] | None = None  # how ranks communicate; default: nccl on GPUs, gloo on CPUs
     timeout: int = 300  # seconds to wait for another rank before giving up
 
@@ -179,7 +181,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 
 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
-    """PPO's clipped loss () (eq. 7 and 9) and a dict of what to log; every mean is over the valid rows.
+    """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
     logprob and value (B,) are those of the current parameters; the batch has those of the policy that acted.
     """
@@ -202,11 +204,11 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
         value_error = torch.maximum(value_error, (clipped_value - batch["return"]) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
 
-    losses = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-    losses["old_approx_kl"] = -(weight * log_ratio).sum()
-    losses["approx_kl"] = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
-    losses["clipfrac"] = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
-    return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, losses
+    old_approx_kl = -(weight * log_ratio).sum()
+    approx_kl = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
+    clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
+    losses = torch.stack([policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac])
+    return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, losses.detach()
 
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
@@ -245,6 +247,8 @@ def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter
     atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)  # also after sys.exit
     torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     return device, run_dir, writer
 
 
@@ -365,7 +369,7 @@ def train(args: Args) -> dict[str, float]:
         logprob, _ = categorical_logprob_entropy(action, logits)
         return action, logprob, value
 
-    def gradient(idx: Tensor, moments: Tensor) -> dict[str, Tensor]:
+    def gradient(idx: Tensor, moments: Tensor) -> Tensor:
         """Adds the gradient of this rank's share of the loss over the minibatches of all ranks."""
         minibatch = {name: x[idx] for name, x in batch.items()}
         count, mean, deviation = moments
@@ -378,7 +382,7 @@ def train(args: Args) -> dict[str, float]:
         loss, losses = loss_of(logprob, entropy, value, minibatch, local_args)
         # the average over ranks of this is the mean over the rows of all ranks
         (loss * world_size * local_count / count).backward()
-        return {name: loss.detach() for name, loss in losses.items()}
+        return losses
 
     def step():
         nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
@@ -389,7 +393,7 @@ def train(args: Args) -> dict[str, float]:
         gradient = CudaGraphModule(gradient, warmup=3)
         step = CudaGraphModule(step, warmup=3)
 
-    def update(idx: Tensor, moments: Tensor) -> dict[str, Tensor]:
+    def update(idx: Tensor, moments: Tensor) -> Tensor:
         """A gradient step of all ranks, on the rows idx of the batch of this one; returns what to log."""
         clear_gradients()
         losses = gradient(idx, moments)  # DDP averages while it goes back
@@ -438,7 +442,7 @@ def train(args: Args) -> dict[str, float]:
         for _ in range(args.update_epochs):
             minibatches = torch.randperm(batch_size, device=device).view(args.num_minibatches, minibatch_size)
             for idx, moments in zip(minibatches, advantage_moments(batch, minibatches)):
-                losses = update(idx, moments)
+                losses = dict(zip(PPO_LOSSES, update(idx, moments)))
             # decided by all ranks: one that left alone would keep the others waiting
             if args.target_kl is not None and mean_over_ranks(losses["approx_kl"]) > args.target_kl:
                 break

@@ -66,11 +66,11 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 CASES = [  # twin, flags, launches and waits per env step at most; each replay of a graph is one launch
     ("dqn_torchcompile", {}, 0.85, 0.2),
-    ("td3_continuous_action_torchcompile", {}, 7.7, 1.1),
-    ("sac_continuous_action_torchcompile", {}, 8.7, 1.1),
-    ("ppo_continuous_action_torchcompile", {}, 6.1, 0.9),
-    ("ppo_atari_envpool_torchcompile", {}, 3.55, 0.63),
-    ("ppo_atari_envpool_torchcompile", {"env_groups": 2}, 4.1, 1.13),
+    ("td3_continuous_action_torchcompile", {}, 3.25, 1.1),
+    ("sac_continuous_action_torchcompile", {}, 3.25, 1.1),
+    ("ppo_continuous_action_torchcompile", {}, 5.5, 0.9),
+    ("ppo_atari_envpool_torchcompile", {}, 3.25, 0.63),
+    ("ppo_atari_envpool_torchcompile", {"env_groups": 2}, 3.8, 1.13),
 ]
 assert {twin for twin, *_ in CASES} == {twin for _, twin in TWINS}
 

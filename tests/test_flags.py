@@ -15,10 +15,12 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     "ppo_atari_multigpu": {"env_id": "Breakout-v5", "backend": None},
 }
 OF_RANKS = {"device_ids", "world_size", "num_envs", "local_batch_size", "local_minibatch_size"}  # torchrun says them
-OURS = {"device"}  # in every script that one process runs
+OURS = {"device", "tf32"}  # in every script; torchrun says the device of a rank
 OURS_OF = {
     "_torchcompile": {"compile", "cudagraphs"},
     "ppo_atari_envpool_torchcompile": {"env_groups", "bf16"},
+    "td3_continuous_action_torchcompile": {"bf16"},
+    "sac_continuous_action_torchcompile": {"bf16"},
     "ppo_atari_multigpu": {"timeout", "compile", "ddp", "cudagraphs"},
 }
 
@@ -39,7 +41,7 @@ def test_names_and_defaults_are_cleanrls(name):
     absent = ABSENT | (COMPUTED if "ppo" in name else set()) | (OF_RANKS if "multigpu" in name else set())
     assert theirs.keys() - ours.keys() <= absent
     added = set().union(*(flags for part, flags in OURS_OF.items() if name.endswith(part)))
-    assert ours.keys() - theirs.keys() == added | (set() if "multigpu" in name else OURS)
+    assert ours.keys() - theirs.keys() == added | (OURS - {"device"} if "multigpu" in name else OURS)
     expected = theirs | {"exp_name": name, "wandb_project_name": "leanrl"} | OTHER_DEFAULTS.get(base, {})
     for flag in ours.keys() & theirs.keys():
         assert ours[flag] == expected[flag], f"--{flag.replace('_', '-')}"

@@ -59,6 +59,7 @@ def test_ppo_loss_ignores_masked_rows_and_equals_the_textbook(flags):
     args = script.Args(ent_coef=0.01, **flags)
     clip = args.clip_coef
     loss, losses = script.ppo_loss(logprob, torch.tensor(1.5), value, batch, args)
+    losses = dict(zip(script.PPO_LOSSES, losses, strict=True))
 
     keep = batch["valid"] > 0
     advantage = rows["advantage"][keep]

@@ -259,7 +259,7 @@ def test_a_break_is_decided_by_all_ranks(own_folder, target_kl, epochs):
     patch = GREEDY_ON_SCRIPTED_GAMES + (
         "original, calls = script.ppo_loss, []\n"
         "def ppo_loss(*args):\n    loss, losses = original(*args)\n    calls.append(1)\n"
-        "    return loss, losses | {'approx_kl': torch.tensor(1.0 - rank)}\n"
+        "    losses[script.PPO_LOSSES.index('approx_kl')] = 1.0 - rank\n    return loss, losses\n"
         "script.ppo_loss = ppo_loss\n"
         "import atexit\natexit.register(lambda: print('calls', len(calls), file=sys.stderr))\n"
     )
@@ -278,7 +278,7 @@ def test_a_break_is_decided_by_all_ranks(own_folder, target_kl, epochs):
             2,
             "original = script.ppo_loss\n"
             "def ppo_loss(*args):\n    loss, losses = original(*args)\n"
-            "    return loss, losses | {'approx_kl': losses['approx_kl'] + (float('nan') if rank else 0)}\n"
+            "    losses[script.PPO_LOSSES.index('approx_kl')] += float('nan') if rank else 0\n    return loss, losses\n"
             "script.ppo_loss = ppo_loss\n",
             "error: losses/approx_kl is nan",  # of rank 1 alone
         ),

@@ -97,6 +97,17 @@ def test_same_seed_same_numbers_other_seed_others(monkeypatch, name):
     assert not all(torch.equal(a[k], c[k]) for k in a)
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_tf32_is_what_the_flag_says(monkeypatch, name):
+    """Settings of the whole process; without the flag they are off, though PyTorch has one of them on."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    script = load(name)
+    for tf32 in (True, False):
+        *_, writer = script.start_run(script.Args(device="cpu", tf32=tf32))
+        writer.close()
+        assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == tf32
+
+
 @pytest.mark.parametrize("name", PPO)
 def test_target_kl_ends_the_epochs_after_the_first_that_exceeds_it(monkeypatch, name):
     script, calls = load(name), []

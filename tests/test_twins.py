@@ -148,6 +148,23 @@ def test_with_bfloat16_each_rollout_acts_with_the_newest_parameters(monkeypatch)
     assert second.metrics["approx_kl"] > 1e-3
 
 
+@pytest.mark.parametrize("twin", [twin for _, twin in TWINS if "td3" in twin or "sac" in twin])
+def test_with_bfloat16_the_hidden_products_are_rounded_and_nothing_else(monkeypatch, twin):
+    """The layers' results lie within bfloat16's rounding of the exact ones; what a run learns differs by little."""
+    script = load(twin)
+    torch.manual_seed(0)
+    critic = script.Critic(5, 2)
+    obs, action = torch.randn(64, 5), torch.randn(64, 2)
+    exact = critic(obs, action)
+    script.multiply_in_bfloat16(critic.layers)
+    rounded = critic(obs, action)
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - exact).abs().max() < 0.02 * exact.abs().max()
+    plain, run = (train(monkeypatch, twin, **tiny(twin), bf16=bf16) for bf16 in (False, True))
+    assert 0 < largest_difference(plain, run) < 0.1
+    assert run.metrics["qf1_loss"] == pytest.approx(plain.metrics["qf1_loss"], rel=0.1)
+
+
 @pytest.mark.parametrize("twin", [twin for _, twin in TWINS])
 def test_start_up_includes_the_first_call_of_all_that_is_compiled(monkeypatch, twin):
     """By a clock of its own: a first call takes 1000 s, any other a second, and a look at the clock a millisecond."""
