@@ -112,7 +112,8 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
                     "    envs = vector.envs\n    vector.reset()\n    raw_obs = np.zeros(",
                 ),
                 (
-                    "            for episode in step_envs(envs, env_action, raw_obs, reward, terminated, truncated):\n",
+                    "            for episode in step_envs("
+                    "envs, global_step, env_action, raw_obs, reward, terminated, truncated):\n",
                     "            raw_obs, reward, terminated, truncated, info = vector.step(env_action)\n"
                     "            ended = info.get('episode', {'r': (), 'l': ()})\n"
                     "            for episode in [{'r': r, 'l': n} for r, n in zip(ended['r'], ended['l'])]:\n",
@@ -124,7 +125,7 @@ ABLATIONS: dict[str, dict[str, tuple[str, Edits]]] = {  # script -> what is done
             (
                 (
                     "        optimizer.step()\n",
-                    "        optimizer.step()\n        _ = {k: v.item() for k, v in losses.items()}\n",
+                    "        optimizer.step()\n        _ = losses.tolist()\n",
                 ),
             ),
         ),

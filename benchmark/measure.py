@@ -230,7 +230,7 @@ def run_script(args: Args) -> dict:
 
     script.report = report_and_wait
     graphs = know_graphs(script) if hasattr(script, "CudaGraphModule") else []
-    flags = [*flags, "--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
+    flags = [*flags, "--no-save-model", "--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
     flags += ["--learning-starts", LEARNING_STARTS] if hasattr(script.Args, "learning_starts") else []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -24,8 +24,11 @@ import json
 import math
 import os
 import re
+import shlex
+import signal
 import sys
 import time
+import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -71,6 +74,10 @@ class Args:
     max_grad_norm: float = 0.5  # scale larger gradients down to this norm
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
+    save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
+    checkpoint_interval: int = 0  # env steps between two checkpoints, each of which cuts the open episodes off; 0: none
+    resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
+
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
     wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
@@ -86,7 +93,7 @@ def check_numbers(args: Args):
     """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            least = int(type(value) is int and name not in ("seed", "learning_starts"))
+            least = int(type(value) is int and name not in ("seed", "learning_starts", "checkpoint_interval"))
             is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
             if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
                 limits = "between 0 and 1" if is_share else f"at least {least} and finite"
@@ -148,6 +155,18 @@ class AtariAgent(nn.Module):
     def forward(self, frames: Tensor) -> tuple[Tensor, Tensor]:  # uint8 (B, 4, 84, 84) -> logits (B, A), value (B,)
         hidden = self.trunk(frames / 255.0)
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+
+class GreedyAgent(nn.Module):
+    """The most probable action."""
+
+    def __init__(self, agent: AtariAgent):
+        super().__init__()
+        self.agent = agent
+
+    def forward(self, frames: Tensor) -> Tensor:  # uint8 (B, 4, 84, 84) -> (B,)
+        logits, _ = self.agent(frames)
+        return logits.argmax(-1)
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,18 +265,63 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     return device, run_dir, writer
 
 
-def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
+def save_checkpoint(run_dir: Path, state: dict):
+    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. A failure is printed."""
+    path = run_dir / "checkpoint.pt"
+    new = run_dir / "checkpoint.new"
+    try:
+        with new.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            path.replace(run_dir / "checkpoint.old")
+        new.replace(path)
+    except (OSError, RuntimeError) as error:
+        print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
+
+
+def load_checkpoint(args: Args, made_by: list) -> dict:
+    """The checkpoint that --resume names; it must be whole, and of the same script, env and sizes."""
+    paths = [Path(args.resume)]
+    if args.resume == "auto":
+        runs = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__*")
+        paths = [path for name in ("pt", "old") for path in Path("runs").glob(f"{runs}/checkpoint.{name}")]
+        paths.sort(key=os.path.getmtime, reverse=True)
+    for path in paths:
+        try:
+            damaged = zipfile.ZipFile(path).testzip()  # torch.load() does not look at the checksums
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            if not damaged and saved["made_by"] == made_by:
+                return saved
+            message = f"{path} is damaged, or of {saved['made_by']} and not of {made_by}"
+        except Exception as error:  # a damaged file may lead to any
+            message = f"{path} cannot be read: {str(error).splitlines()[0]}"
+        if args.resume != "auto":
+            fail(f"--resume: {message}.")
+        print(f"warning: {message}.", file=sys.stderr)
+    return {}
+
+
+def report(
+    losses: dict, parameters: dict, data: list, last_returns: deque, marks: list, writer, progress
+) -> dict[str, float]:
     """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
     global_step = marks[-1][1]
-    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist())) if losses else {}
+    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
+    watched = {f"losses/{name}": loss for name, loss in losses.items()}
+    watched |= {f"parameter {name}": norm for name, norm in zip(parameters, norms)}
+    watched = dict(zip(watched, torch.stack(list(watched.values())).tolist()))
+    metrics = {name: watched[f"losses/{name}"] for name in losses}
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
-        if not math.isfinite(loss):
+    for name, value in watched.items():
+        if not math.isfinite(value):
             progress.close()
             writer.close()
             is_finite = all(x.isfinite().all() for x in data)
             advice = "a smaller learning rate may help" if is_finite else "so is an observation, a reward or an action"
-            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; {advice}.")
+            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. The last checkpoint is kept.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -270,8 +334,30 @@ def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, w
     return metrics | {"global_step": global_step}
 
 
-def train(args: Args) -> dict[str, float]:
-    """Trains an agent and returns the final metrics, which summary.json in the run folder holds, too."""
+def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, obs: Tensor):
+    """Writes summary.json, and policy.pt2: a program from rows like `obs` to actions without noise."""
+    summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
+    for name, value in metrics.items():
+        number = math.nan if value is None else value
+        writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+    writer.close()
+    try:
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+        if args.save_model:
+            torch.compiler.set_stance("default")
+            for p in policy.parameters():  # a view would be saved with its whole storage
+                p.data = p.detach().clone(memory_format=torch.contiguous_format)
+            shapes = ({0: torch.export.Dim("rows")},)
+            program = torch.export.export(policy.cpu(), (obs,), dynamic_shapes=shapes)
+            card = {"card.json": json.dumps(summary, indent=2)}
+            torch.export.save(program, run_dir / "new.pt2", extra_files=card)
+            (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
+    except (OSError, RuntimeError) as error:
+        print(f"error: cannot save the results: {error}", file=sys.stderr)
+
+
+def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
+    """Trains an agent to the end, or until there is a signal, and returns the final metrics."""
     check_numbers(args)
     T = args.num_steps
     N = args.num_envs
@@ -284,6 +370,9 @@ def train(args: Args) -> dict[str, float]:
         fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
     seeds = [(10_000 * args.seed + i) % 2**31 for i in range(N)]
     envs = make_envs(args.env_id, seeds)
+    made_by = [Path(__file__).stem, args.env_id, N]
+    saved = load_checkpoint(args, made_by) if args.resume else {}
+    first_iteration = saved.get("iteration", 0)
     keep_freed_memory()
     device, run_dir, writer = start_run(args)
     num_actions = int(envs.action_space.n)
@@ -297,6 +386,23 @@ def train(args: Args) -> dict[str, float]:
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
     done = np.zeros(N, bool)
     scores = np.zeros(N)
+
+    def start_anew(iteration: int):
+        """Makes the envs anew; from here on, random streams follow from seed and iteration."""
+        nonlocal envs, obs
+        seeds = (np.random.SeedSequence([args.seed, iteration]).generate_state(N + 1) // 2).tolist()
+        torch.manual_seed(seeds[N])
+        done[:] = False
+        scores[:] = 0
+        envs.close()
+        envs = make_envs(args.env_id, seeds[:N])
+        obs, _ = envs.reset()
+
+    parameters = dict(agent.named_parameters())
+    if saved:
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
+        start_anew(first_iteration)
 
     @torch.no_grad()
     def policy(frames: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,11 +433,13 @@ def train(args: Args) -> dict[str, float]:
             losses = update(idx)
         return losses
 
-    progress = tqdm(total=num_iterations * batch_size, unit="step", desc=args.exp_name, dynamic_ncols=True)
-    last_returns = deque(maxlen=100)
-    marks = [(time.perf_counter(), 0)]
-    global_step = 0
-    for iteration in range(num_iterations):
+    global_step = first_iteration * batch_size
+    progress = tqdm(
+        total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name, dynamic_ncols=True
+    )
+    last_returns = deque(saved.get("last_returns", []), maxlen=100)
+    marks = [(time.perf_counter(), global_step)]
+    for iteration in range(first_iteration, num_iterations):
         remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
         learning_rate = args.learning_rate * remaining
         optimizer.param_groups[0]["lr"] = learning_rate
@@ -349,8 +457,8 @@ def train(args: Args) -> dict[str, float]:
             for game in games_that_end(info, truncated, scores):
                 writer.add_scalar("charts/episodic_return", game["r"], global_step)
                 writer.add_scalar("charts/episodic_length", game["l"], global_step)
-                last_returns.append(game["r"])
-            done = terminated | truncated
+                last_returns.append(float(game["r"]))
+            done[:] = terminated | truncated
             env_buffer[:, t] = reward, terminated, done, valid
 
         # learn
@@ -368,17 +476,40 @@ def train(args: Args) -> dict[str, float]:
         # report
         losses["explained_variance"] = explained_variance(batch)
         marks.append((time.perf_counter(), global_step))
-        metrics = report(losses, [reward_buffer], last_returns, marks, writer, progress)
+        metrics = report(losses, parameters, [reward_buffer], last_returns, marks, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
 
-    summary = {"device": str(device), "args": asdict(args), "metrics": metrics}
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-    for name, value in metrics.items():
-        writer.add_scalar(f"summary/{name}", math.nan if value is None else value, global_step)  # for W&B, too
-    for resource in (progress, writer, envs):
+        # save
+        interval = args.checkpoint_interval or math.inf
+        if signals or marks[-1][1] // interval > marks[-2][1] // interval:
+            kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
+            kept |= {"last_returns": list(last_returns)}
+            kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+            save_checkpoint(run_dir, kept)
+            start_anew(iteration + 1)
+        if signals:
+            break
+
+    frames = torch.zeros(2, *obs.shape[1:], dtype=torch.uint8)
+    finish_run(args, run_dir, writer, {"device": str(device)}, metrics, GreedyAgent(agent), frames)
+    for resource in (progress, envs):
         resource.close()
     return metrics
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    signals = []
+
+    def remember(number: int, _):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    try:
+        train(tyro.cli(Args), signals)
+    except torch.OutOfMemoryError as error:
+        fail(f"too little memory on the GPU; lower --num-envs or --num-steps, or raise --num-minibatches. {error}")
+    if signals:
+        print("to go on: python", shlex.join(sys.argv), "--resume auto", file=sys.stderr)
+        sys.exit(128 + signals[0])

@@ -23,8 +23,11 @@ import json
 import math
 import os
 import re
+import shlex
+import signal
 import sys
 import time
+import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
@@ -80,6 +83,10 @@ class Args:
     ddp: bool = True  # reduce gradients while others are computed; --no-ddp: all at once, afterwards
     cudagraphs: bool = False  # capture policy, gradients and optimizer step as CUDA graphs, without DDP
 
+    save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
+    checkpoint_interval: int = 0  # env steps between two checkpoints, each of which cuts the open episodes off; 0: none
+    resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
+
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
     wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
@@ -95,7 +102,7 @@ def check_numbers(args: Args):
     """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            least = int(type(value) is int and name not in ("seed", "learning_starts"))
+            least = int(type(value) is int and name not in ("seed", "learning_starts", "checkpoint_interval"))
             is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
             if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
                 limits = "between 0 and 1" if is_share else f"at least {least} and finite"
@@ -157,6 +164,18 @@ class AtariAgent(nn.Module):
     def forward(self, frames: Tensor) -> tuple[Tensor, Tensor]:  # uint8 (B, 4, 84, 84) -> logits (B, A), value (B,)
         hidden = self.trunk(frames / 255.0)
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+
+class GreedyAgent(nn.Module):
+    """The most probable action."""
+
+    def __init__(self, agent: AtariAgent):
+        super().__init__()
+        self.agent = agent
+
+    def forward(self, frames: Tensor) -> Tensor:  # uint8 (B, 4, 84, 84) -> (B,)
+        logits, _ = self.agent(frames)
+        return logits.argmax(-1)
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,7 +262,11 @@ def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter
             (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))
     except Exception as error:
         fail(f"cannot use {device}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
-    dist.init_process_group(args.backend or ("nccl" if gpus else "gloo"), timeout=timedelta(seconds=args.timeout))
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    # after a restart by torchrun, the store still holds the addresses of the ranks before
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    group = {"store": store, "rank": rank, "world_size": world_size, "timeout": timedelta(seconds=args.timeout)}
+    dist.init_process_group(args.backend or ("nccl" if gpus else "gloo"), **group)
     atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)  # also after sys.exit
     torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -283,18 +306,63 @@ def advantage_moments(batch: dict[str, Tensor], minibatches: Tensor) -> Tensor:
     return torch.stack([count, mean, variance.sqrt()], -1).float()
 
 
-def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
+def save_checkpoint(run_dir: Path, state: dict):
+    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. A failure is printed."""
+    path = run_dir / "checkpoint.pt"
+    new = run_dir / "checkpoint.new"
+    try:
+        with new.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            path.replace(run_dir / "checkpoint.old")
+        new.replace(path)
+    except (OSError, RuntimeError) as error:
+        print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
+
+
+def load_checkpoint(args: Args, made_by: list) -> dict:
+    """The checkpoint that --resume names; it must be whole, and of the same script, env and sizes."""
+    paths = [Path(args.resume)]
+    if args.resume == "auto":
+        runs = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__*")
+        paths = [path for name in ("pt", "old") for path in Path("runs").glob(f"{runs}/checkpoint.{name}")]
+        paths.sort(key=os.path.getmtime, reverse=True)
+    for path in paths:
+        try:
+            damaged = zipfile.ZipFile(path).testzip()  # torch.load() does not look at the checksums
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            if not damaged and saved["made_by"] == made_by:
+                return saved
+            message = f"{path} is damaged, or of {saved['made_by']} and not of {made_by}"
+        except Exception as error:  # a damaged file may lead to any
+            message = f"{path} cannot be read: {str(error).splitlines()[0]}"
+        if args.resume != "auto":
+            fail(f"--resume: {message}.")
+        print(f"warning: {message}.", file=sys.stderr)
+    return {}
+
+
+def report(
+    losses: dict, parameters: dict, data: list, last_returns: deque, marks: list, writer, progress
+) -> dict[str, float]:
     """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
     global_step = marks[-1][1]
-    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist())) if losses else {}
+    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
+    watched = {f"losses/{name}": loss for name, loss in losses.items()}
+    watched |= {f"parameter {name}": norm for name, norm in zip(parameters, norms)}
+    watched = dict(zip(watched, torch.stack(list(watched.values())).tolist()))
+    metrics = {name: watched[f"losses/{name}"] for name in losses}
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
-        if not math.isfinite(loss):
+    for name, value in watched.items():
+        if not math.isfinite(value):
             progress.close()
             writer.close()
             is_finite = all(x.isfinite().all() for x in data)
             advice = "a smaller learning rate may help" if is_finite else "so is an observation, a reward or an action"
-            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; {advice}.")
+            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. The last checkpoint is kept.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -307,8 +375,30 @@ def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, w
     return metrics | {"global_step": global_step}
 
 
-def train(args: Args) -> dict[str, float]:
-    """Trains an agent and returns the final metrics, which summary.json in the run folder holds, too."""
+def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, obs: Tensor):
+    """Writes summary.json, and policy.pt2: a program from rows like `obs` to actions without noise."""
+    summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
+    for name, value in metrics.items():
+        number = math.nan if value is None else value
+        writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+    writer.close()
+    try:
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+        if args.save_model:
+            torch.compiler.set_stance("default")
+            for p in policy.parameters():  # a view would be saved with its whole storage
+                p.data = p.detach().clone(memory_format=torch.contiguous_format)
+            shapes = ({0: torch.export.Dim("rows")},)
+            program = torch.export.export(policy.cpu(), (obs,), dynamic_shapes=shapes)
+            card = {"card.json": json.dumps(summary, indent=2)}
+            torch.export.save(program, run_dir / "new.pt2", extra_files=card)
+            (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
+    except (OSError, RuntimeError) as error:
+        print(f"error: cannot save the results: {error}", file=sys.stderr)
+
+
+def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
+    """Trains an agent to the end, or until there is a signal, and returns the final metrics."""
     check_numbers(args)
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         fail(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
@@ -326,6 +416,9 @@ def train(args: Args) -> dict[str, float]:
         fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
     seeds = [(10_000 * args.seed + N * rank + i) % 2**31 for i in range(N)]  # of this rank's envs
     envs = make_envs(args.env_id, seeds)
+    made_by = [Path(__file__).stem, args.env_id, N, world_size]
+    saved = load_checkpoint(args, made_by) if args.resume else {}
+    first_iteration = saved.get("iteration", 0)
     device, run_dir, writer = start_rank(args, rank)
     num_actions = int(envs.action_space.n)
     obs = torch.from_numpy(envs.reset()[0])
@@ -342,17 +435,35 @@ def train(args: Args) -> dict[str, float]:
     loss_of = torch.compile(ppo_loss, dynamic=False) if args.compile else ppo_loss
     if args.compile:
         agent.forward = torch.compile(agent.forward, dynamic=False)
-    parameters = list(agent.parameters())
+    parameters = dict(agent.named_parameters())
     one_bucket = capture or not args.ddp  # a graph cannot contain DDP's reductions
     model = agent if one_bucket else DistributedDataParallel(agent, gradient_as_bucket_view=True)
     if one_bucket:
-        bucket = torch.zeros(sum(p.numel() for p in parameters), device=device)
-        for p, part in zip(parameters, bucket.split([p.numel() for p in parameters])):
+        bucket = torch.zeros(sum(p.numel() for p in agent.parameters()), device=device)
+        for p, part in zip(agent.parameters(), bucket.split([p.numel() for p in agent.parameters()])):
             p.grad = part.as_strided(p.shape, p.stride())  # a view: gradients are computed in the bucket
             dist.broadcast(p.data, src=0)  # as DDP does
     lr = torch.tensor(args.learning_rate, device=device)
-    optimizer = torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=True, capturable=capture)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=lr, eps=1e-5, fused=True, capturable=capture)
     clear_gradients = bucket.zero_ if one_bucket else optimizer.zero_grad
+
+    def start_anew(iteration: int):
+        """Makes the envs anew; from here on, random streams follow from seed, iteration and rank."""
+        nonlocal envs
+        seeds = (np.random.SeedSequence([args.seed, iteration, rank]).generate_state(N + 1) // 2).tolist()
+        torch.manual_seed(seeds[N])
+        done[:] = False
+        scores[:] = 0
+        envs.close()
+        envs = make_envs(args.env_id, seeds[:N])
+        obs.numpy()[:], _ = envs.reset()
+
+    if saved:
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
+        optimizer.param_groups[0]["lr"] = lr  # load_state_dict() has put another tensor there
+        start_anew(first_iteration)
+
     obs_buffer = torch.zeros(T, *obs.shape, dtype=torch.uint8, device=device)
     action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
     logprob_buffer = torch.zeros(T, N, device=device)
@@ -385,7 +496,7 @@ def train(args: Args) -> dict[str, float]:
         return losses
 
     def step():
-        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
         optimizer.step()
 
     if capture:
@@ -406,11 +517,11 @@ def train(args: Args) -> dict[str, float]:
     ran |= {"compile": args.compile, "cudagraphs": capture, "num_envs": N * world_size, "batch_size": iteration_size}
     ran |= {"minibatch_size": minibatch_size * world_size, "num_iterations": num_iterations}
     writer.add_text("args", json.dumps({"ran": ran, "args": asdict(args)}, indent=2))
-    progress = tqdm(total=num_iterations * iteration_size, unit="step", desc=args.exp_name, disable=rank > 0)
-    last_returns = deque(maxlen=100)
-    marks = [(time.perf_counter(), 0)]
-    global_step = 0
-    for iteration in range(num_iterations):
+    global_step = first_iteration * iteration_size
+    progress = tqdm(total=num_iterations * iteration_size, initial=global_step, unit="step", disable=rank > 0)
+    last_returns = deque(saved.get("last_returns", []), maxlen=100)
+    marks = [(time.perf_counter(), global_step)]
+    for iteration in range(first_iteration, num_iterations):
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel noise
         games = []
         for t in range(T):
@@ -425,7 +536,7 @@ def train(args: Args) -> dict[str, float]:
             global_step += N * world_size
             obs.numpy()[:], reward, terminated, truncated, info = envs.step(env_action.numpy())
             games += [(global_step, game["r"], game["l"]) for game in games_that_end(info, truncated, scores)]
-            done = terminated | truncated
+            done[:] = terminated | truncated
             env_buffer[:, t] = reward, terminated, done, valid
 
         # learn
@@ -449,36 +560,61 @@ def train(args: Args) -> dict[str, float]:
 
         # report
         losses["explained_variance"] = explained_variance(batch)
+        losses["stopped"] = torch.tensor(float(len(signals) > 0), device=device)  # by a signal to any rank
         losses = dict(zip(losses, mean_over_ranks(torch.stack(list(losses.values())))))  # so all stop or none
         games_of_ranks = [None] * world_size
         dist.all_gather_object(games_of_ranks, games)
         for step_of_game, score, length in sorted(game for games in games_of_ranks for game in games):
             writer.add_scalar("charts/episodic_return", score, step_of_game)
             writer.add_scalar("charts/episodic_length", length, step_of_game)
-            last_returns.append(score)
+            last_returns.append(float(score))
+        stopped = losses.pop("stopped") > 0
         marks.append((time.perf_counter(), global_step))
-        metrics = report(losses, [reward_buffer], last_returns, marks, writer, progress)
-        check_equal(parameters, rank)
+        metrics = report(losses, parameters, [reward_buffer], last_returns, marks, writer, progress)
+        check_equal(list(parameters.values()), rank)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
 
+        # save
+        interval = args.checkpoint_interval or math.inf
+        if stopped or marks[-1][1] // interval > marks[-2][1] // interval:
+            kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
+            kept |= {"last_returns": list(last_returns)}
+            kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+            if rank == 0:
+                save_checkpoint(run_dir, kept)
+            start_anew(iteration + 1)
+        if stopped:
+            break
+
     if rank == 0:
-        summary = {"ran": ran, "metrics": metrics, "args": asdict(args)}
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-    for name, value in metrics.items():
-        writer.add_scalar(f"summary/{name}", math.nan if value is None else value, global_step)  # for W&B, too
-    for resource in (progress, writer, envs):
-        resource.close()
+        network = AtariAgent(num_actions)  # not compiled
+        network.load_state_dict(agent.state_dict())
+        frames = torch.zeros(2, *obs.shape[1:], dtype=torch.uint8)
+        finish_run(args, run_dir, writer, {"ran": ran}, metrics, GreedyAgent(network), frames)
+    progress.close()
+    envs.close()
     model = policy = gradient = step = None  # graphs and DDP end before the group, or Gloo's threads would live on
     dist.destroy_process_group()
     return metrics
 
 
 if __name__ == "__main__":
+    signals = []
+
+    def remember(number: int, _):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
     try:
-        train(tyro.cli(Args))
+        train(tyro.cli(Args), signals)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             print(f"\nerror: rank {os.environ['RANK']} lost the others:", *str(error).split(), file=sys.stderr)
         else:
             sys.excepthook(*sys.exc_info())
         os._exit(1)  # at once: an orderly end would wait for threads that wait for the others
+    if signals:
+        print("to go on: torchrun with the same flags,", shlex.join(sys.argv), "--resume auto", file=sys.stderr)
+        sys.exit(128 + signals[0])

@@ -23,10 +23,14 @@ import difflib
 import json
 import logging  # perf[capture]
 import math
+import os
 import re
+import shlex
+import signal
 import sys
 import time
 import warnings
+import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -39,6 +43,7 @@ import tyro
 from tensordict.nn import CudaGraphModule  # perf[capture]
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value  # perf[graph]
+from torch.utils._pytree import tree_leaves  # perf[graph]
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -77,6 +82,10 @@ class Args:
     compile: bool = False  # compile the update
     cudagraphs: bool = False  # capture an epoch of updates as a CUDA graph
 
+    save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
+    checkpoint_interval: int = 0  # env steps between two checkpoints, each of which cuts the open episodes off; 0: none
+    resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
+
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
     wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
@@ -92,7 +101,7 @@ def check_numbers(args: Args):
     """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            least = int(type(value) is int and name not in ("seed", "learning_starts"))
+            least = int(type(value) is int and name not in ("seed", "learning_starts", "checkpoint_interval"))
             is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
             if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
                 limits = "between 0 and 1" if is_share else f"at least {least} and finite"
@@ -117,7 +126,7 @@ def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
     return gym.wrappers.RecordEpisodeStatistics(env)
 
 
-def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -> list[dict]:
+def step_envs(envs: list[gym.Env], global_step: int, action, obs, reward, terminated, truncated) -> list[dict]:
     """Steps every env, writes the results into the last four arrays, and returns the episodes that ended.
 
     An env whose episode has ended is reset instead; that step ignores the action and has reward 0 (autoreset mode
@@ -130,7 +139,11 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -
             reward[i] = 0
             terminated[i] = truncated[i] = False
         else:
-            obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
+            try:
+                obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
+            except Exception as error:
+                error.add_note(f"error: env {i} raised this in env step {global_step}. The last checkpoint is kept.")
+                raise
             if "episode" in info:
                 episodes.append(info["episode"])
     return episodes
@@ -151,6 +164,12 @@ class RunningMeanStd:
         self.mean += np.add.reduce(deviation) / self.count
         self.squares += np.add.reduce(deviation * (x - self.mean))
         self.std = np.sqrt(self.squares / self.count + 1e-8)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]):
+        vars(self).update({name: value.numpy() for name, value in state.items()})
 
 
 def normalize_obs(stats: RunningMeanStd, obs: np.ndarray) -> np.ndarray:
@@ -186,6 +205,20 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (.., O) -> mean (.., A), logstd (A,), value (..)
         return self.actor_mean(obs), self.actor_logstd, self.critic(obs).squeeze(-1)
+
+
+class NormalizedActor(nn.Module):
+    """The mean of the policy, with the normalisation of observations inside."""
+
+    def __init__(self, agent: Agent, stats: RunningMeanStd, low: np.ndarray, high: np.ndarray):
+        super().__init__()
+        self.actor_mean = agent.actor_mean
+        buffers = {"mean": stats.mean, "std": stats.std, "low": low.ravel(), "high": high.ravel()}
+        for name, value in buffers.items():
+            self.register_buffer(name, torch.as_tensor(value, dtype=torch.float32))
+
+    def forward(self, obs: Tensor) -> Tensor:  # (B, O) -> (B, A)
+        return self.actor_mean(((obs - self.mean) / self.std).clip(-10, 10)).clip(self.low, self.high)
 
 
 def gaussian_logprob_entropy(action: Tensor, mean: Tensor, logstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,18 +341,63 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     return device, run_dir, writer
 
 
-def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
+def save_checkpoint(run_dir: Path, state: dict):
+    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. A failure is printed."""
+    path = run_dir / "checkpoint.pt"
+    new = run_dir / "checkpoint.new"
+    try:
+        with new.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            path.replace(run_dir / "checkpoint.old")
+        new.replace(path)
+    except (OSError, RuntimeError) as error:
+        print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
+
+
+def load_checkpoint(args: Args, made_by: list) -> dict:
+    """The checkpoint that --resume names; it must be whole, and of the same script, env and sizes."""
+    paths = [Path(args.resume)]
+    if args.resume == "auto":
+        runs = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__*")
+        paths = [path for name in ("pt", "old") for path in Path("runs").glob(f"{runs}/checkpoint.{name}")]
+        paths.sort(key=os.path.getmtime, reverse=True)
+    for path in paths:
+        try:
+            damaged = zipfile.ZipFile(path).testzip()  # torch.load() does not look at the checksums
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            if not damaged and saved["made_by"] == made_by:
+                return saved
+            message = f"{path} is damaged, or of {saved['made_by']} and not of {made_by}"
+        except Exception as error:  # a damaged file may lead to any
+            message = f"{path} cannot be read: {str(error).splitlines()[0]}"
+        if args.resume != "auto":
+            fail(f"--resume: {message}.")
+        print(f"warning: {message}.", file=sys.stderr)
+    return {}
+
+
+def report(
+    losses: dict, parameters: dict, data: list, last_returns: deque, marks: list, writer, progress
+) -> dict[str, float]:
     """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
     global_step = marks[-1][1]
-    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist())) if losses else {}
+    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
+    watched = {f"losses/{name}": loss for name, loss in losses.items()}
+    watched |= {f"parameter {name}": norm for name, norm in zip(parameters, norms)}
+    watched = dict(zip(watched, torch.stack(list(watched.values())).tolist()))
+    metrics = {name: watched[f"losses/{name}"] for name in losses}
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
-        if not math.isfinite(loss):
+    for name, value in watched.items():
+        if not math.isfinite(value):
             progress.close()
             writer.close()
             is_finite = all(x.isfinite().all() for x in data)
             advice = "a smaller learning rate may help" if is_finite else "so is an observation, a reward or an action"
-            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; {advice}.")
+            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. The last checkpoint is kept.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -332,9 +410,31 @@ def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, w
     return metrics | {"global_step": global_step}
 
 
+def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, obs: Tensor):
+    """Writes summary.json, and policy.pt2: a program from rows like `obs` to actions without noise."""
+    summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
+    for name, value in metrics.items():
+        number = math.nan if value is None else value
+        writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+    writer.close()
+    try:
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+        if args.save_model:
+            torch.compiler.set_stance("default")
+            for p in policy.parameters():  # a view would be saved with its whole storage
+                p.data = p.detach().clone(memory_format=torch.contiguous_format)
+            shapes = ({0: torch.export.Dim("rows")},)
+            program = torch.export.export(policy.cpu(), (obs,), dynamic_shapes=shapes)
+            card = {"card.json": json.dumps(summary, indent=2)}
+            torch.export.save(program, run_dir / "new.pt2", extra_files=card)
+            (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
+    except (OSError, RuntimeError) as error:
+        print(f"error: cannot save the results: {error}", file=sys.stderr)
+
+
 @torch.compiler.set_stance("default")  # perf[guards] guards are back when train ends, even by an error
-def train(args: Args) -> dict[str, float]:
-    """Trains an agent and returns the final metrics, which summary.json in the run folder holds, too."""
+def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
+    """Trains an agent to the end, or until there is a signal, and returns the final metrics."""
     check_numbers(args)
     T = args.num_steps
     N = args.num_envs
@@ -349,6 +449,9 @@ def train(args: Args) -> dict[str, float]:
     obs_dim = envs[0].observation_space.shape[0]
     action_space = envs[0].action_space
     action_dim = math.prod(action_space.shape)
+    made_by = [Path(__file__).stem, args.env_id, N, obs_dim, action_dim]
+    saved = load_checkpoint(args, made_by) if args.resume else {}
+    first_iteration = saved.get("iteration", 0)
     device, run_dir, writer = start_run(args)
     on_gpu = device.type == "cuda"
     if args.cudagraphs and not on_gpu:  # perf[capture]
@@ -371,6 +474,27 @@ def train(args: Args) -> dict[str, float]:
     nn.utils.vector_to_parameters(flat, agent.parameters())  # from here on they are views of the vector
     adam = adam_state([flat])
     lr = torch.zeros((), device=device)  # perf[tensor] a number would keep the value it was compiled with
+
+    def start_anew(iteration: int):
+        """Cuts the open episodes off; from here on, random streams follow from seed and iteration."""
+        seeds = np.random.SeedSequence([args.seed, iteration]).generate_state(N + 1).tolist()
+        torch.manual_seed(seeds[N])
+        for env, seed in zip(envs, seeds):
+            env.reset(seed=seed)
+        truncated[:] = True  # the next step resets every env
+        done[:] = True
+
+    parameters = {"agent": flat}
+    learners = {"obs_stats": obs_stats, "return_stats": return_stats}
+    state = {"flat": flat, "adam": adam}  # perf[graph] no optimizers
+    if saved:
+        for tensor, copy_of_it in zip(tree_leaves(state), tree_leaves(saved["state"])):  # perf[graph]
+            tensor.copy_(copy_of_it)
+        for name, learner in learners.items():
+            learner.load_state_dict(saved[name])
+        discounted_return[:] = saved["discounted_return"].numpy()
+        start_anew(first_iteration)
+
     obs_buffer = np.zeros((T + 1, N, obs_dim), np.float32)  # perf[host]
     action_buffer = np.zeros((T, N, action_dim), np.float32)
     batch = {}
@@ -402,11 +526,13 @@ def train(args: Args) -> dict[str, float]:
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         update_epoch = CudaGraphModule(update_epoch, warmup=3)
 
-    progress = tqdm(total=num_iterations * batch_size, unit="step", desc=args.exp_name, dynamic_ncols=True)
-    last_returns = deque(maxlen=100)
-    marks = [(time.perf_counter(), 0)]
-    global_step = 0
-    for iteration in range(num_iterations):
+    global_step = first_iteration * batch_size
+    progress = tqdm(
+        total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name, dynamic_ncols=True
+    )
+    last_returns = deque(saved.get("last_returns", []), maxlen=100)
+    marks = [(time.perf_counter(), global_step)]
+    for iteration in range(first_iteration, num_iterations):
         noise = torch.randn(T, N, action_dim, device=device)
         exploration = (agent.actor_logstd.exp() * noise).cpu().numpy()  # perf[batch]
         # perf[host] the weights stay the same for a rollout: act in NumPy, many times faster for single rows
@@ -423,12 +549,12 @@ def train(args: Args) -> dict[str, float]:
             # step and store
             valid = ~done  # an env whose episode has ended only resets
             global_step += N
-            for episode in step_envs(envs, env_action, raw_obs, reward, terminated, truncated):
+            for episode in step_envs(envs, global_step, env_action, raw_obs, reward, terminated, truncated):
                 writer.add_scalar("charts/episodic_return", episode["r"], global_step)
                 writer.add_scalar("charts/episodic_length", episode["l"], global_step)
-                last_returns.append(episode["r"])
+                last_returns.append(float(episode["r"]))
             obs = normalize_obs(obs_stats, raw_obs).astype(np.float32)
-            done = terminated | truncated
+            done[:] = terminated | truncated
             scaled_reward = normalize_reward(return_stats, discounted_return, reward, terminated, valid, args.gamma)
             env_buffer[:, t] = scaled_reward, terminated, done, valid
 
@@ -456,19 +582,43 @@ def train(args: Args) -> dict[str, float]:
         # report
         losses["explained_variance"] = explained_variance(batch)
         marks.append((time.perf_counter(), global_step))
-        metrics = report(losses, [batch["obs"], reward_buffer], last_returns, marks, writer, progress)
+        metrics = report(losses, parameters, [batch["obs"], reward_buffer], last_returns, marks, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         if args.compile:  # perf[guards] all is compiled by now: skip the guards
             torch.compiler.set_stance(skip_guard_eval_unsafe=True)
 
-    summary = {"device": str(device), "args": asdict(args), "metrics": metrics}
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-    for name, value in metrics.items():
-        writer.add_scalar(f"summary/{name}", math.nan if value is None else value, global_step)  # for W&B, too
-    for resource in (progress, writer, *envs):
+        # save
+        interval = args.checkpoint_interval or math.inf
+        if signals or marks[-1][1] // interval > marks[-2][1] // interval:
+            kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
+            kept |= {"last_returns": list(last_returns), "discounted_return": torch.as_tensor(discounted_return)}
+            kept |= {name: learner.state_dict() for name, learner in learners.items()}
+            kept |= {"state": state}  # perf[graph]
+            save_checkpoint(run_dir, kept)
+            start_anew(iteration + 1)
+        if signals:
+            break
+
+    policy = NormalizedActor(agent, obs_stats, action_space.low, action_space.high)
+    finish_run(args, run_dir, writer, {"device": str(device)}, metrics, policy, torch.zeros(2, obs_dim))
+    for resource in (progress, *envs):
         resource.close()
     return metrics
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    signals = []
+
+    def remember(number: int, _):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    try:
+        train(tyro.cli(Args), signals)
+    except torch.OutOfMemoryError as error:
+        fail(f"too little memory on the GPU; lower --num-envs or --num-steps, or raise --num-minibatches. {error}")
+    if signals:
+        print("to go on: python", shlex.join(sys.argv), "--resume auto", file=sys.stderr)
+        sys.exit(128 + signals[0])

@@ -26,9 +26,12 @@ import logging  # perf[capture]
 import math
 import os
 import re
+import shlex
+import signal
 import sys
 import time
 import warnings
+import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -43,6 +46,7 @@ import tyro
 from tensordict.nn import CudaGraphModule  # perf[capture]
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap  # perf[graph] perf[vmap]
+from torch.utils._pytree import tree_leaves  # perf[graph]
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -80,6 +84,10 @@ class Args:
     cudagraphs: bool = False  # capture the policy and the updates as CUDA graphs
     bf16: bool = False  # multiply the hidden layers' matrices in bfloat16
 
+    save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
+    checkpoint_interval: int = 0  # env steps between two checkpoints, each of which cuts the open episodes off; 0: none
+    resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
+
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
     wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
@@ -95,7 +103,7 @@ def check_numbers(args: Args):
     """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            least = int(type(value) is int and name not in ("seed", "learning_starts"))
+            least = int(type(value) is int and name not in ("seed", "learning_starts", "checkpoint_interval"))
             is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
             if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
                 limits = "between 0 and 1" if is_share else f"at least {least} and finite"
@@ -120,7 +128,7 @@ def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
     return gym.wrappers.RecordEpisodeStatistics(env)
 
 
-def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -> list[dict]:
+def step_envs(envs: list[gym.Env], global_step: int, action, obs, reward, terminated, truncated) -> list[dict]:
     """Steps every env, writes the results into the last four arrays, and returns the episodes that ended.
 
     An env whose episode has ended is reset instead; that step ignores the action and has reward 0 (autoreset mode
@@ -133,7 +141,11 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated) -
             reward[i] = 0
             terminated[i] = truncated[i] = False
         else:
-            obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
+            try:
+                obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
+            except Exception as error:
+                error.add_note(f"error: env {i} raised this in env step {global_step}. The last checkpoint is kept.")
+                raise
             if "episode" in info:
                 episodes.append(info["episode"])
     return episodes
@@ -162,6 +174,18 @@ class GaussianActor(nn.Module):
         logprob = -0.5 * noise**2 - logstd - 0.5 * math.log(2 * math.pi) - self.scale.log()
         logprob = logprob - 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))  # stable form of the last term
         return u.tanh() * self.scale + self.center, logprob.sum(-1)
+
+
+class GreedyActor(nn.Module):
+    """The policy without noise."""
+
+    def __init__(self, actor: GaussianActor):
+        super().__init__()
+        self.actor = actor
+
+    def forward(self, obs: Tensor) -> Tensor:  # (B, O) -> (B, A)
+        mean, _ = self.actor.layers(obs).chunk(2, dim=-1)
+        return mean.tanh() * self.actor.scale + self.actor.center
 
 
 class Critic(nn.Module):
@@ -288,18 +312,63 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     return device, run_dir, writer
 
 
-def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, writer, progress) -> dict[str, float]:
+def save_checkpoint(run_dir: Path, state: dict):
+    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. A failure is printed."""
+    path = run_dir / "checkpoint.pt"
+    new = run_dir / "checkpoint.new"
+    try:
+        with new.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            path.replace(run_dir / "checkpoint.old")
+        new.replace(path)
+    except (OSError, RuntimeError) as error:
+        print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
+
+
+def load_checkpoint(args: Args, made_by: list) -> dict:
+    """The checkpoint that --resume names; it must be whole, and of the same script, env and sizes."""
+    paths = [Path(args.resume)]
+    if args.resume == "auto":
+        runs = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__*")
+        paths = [path for name in ("pt", "old") for path in Path("runs").glob(f"{runs}/checkpoint.{name}")]
+        paths.sort(key=os.path.getmtime, reverse=True)
+    for path in paths:
+        try:
+            damaged = zipfile.ZipFile(path).testzip()  # torch.load() does not look at the checksums
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            if not damaged and saved["made_by"] == made_by:
+                return saved
+            message = f"{path} is damaged, or of {saved['made_by']} and not of {made_by}"
+        except Exception as error:  # a damaged file may lead to any
+            message = f"{path} cannot be read: {str(error).splitlines()[0]}"
+        if args.resume != "auto":
+            fail(f"--resume: {message}.")
+        print(f"warning: {message}.", file=sys.stderr)
+    return {}
+
+
+def report(
+    losses: dict, parameters: dict, data: list, last_returns: deque, marks: list, writer, progress
+) -> dict[str, float]:
     """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
     global_step = marks[-1][1]
-    metrics = dict(zip(losses, torch.stack(list(losses.values())).tolist())) if losses else {}
+    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
+    watched = {f"losses/{name}": loss for name, loss in losses.items()}
+    watched |= {f"parameter {name}": norm for name, norm in zip(parameters, norms)}
+    watched = dict(zip(watched, torch.stack(list(watched.values())).tolist()))
+    metrics = {name: watched[f"losses/{name}"] for name in losses}
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
-        if not math.isfinite(loss):
+    for name, value in watched.items():
+        if not math.isfinite(value):
             progress.close()
             writer.close()
             is_finite = all(x.isfinite().all() for x in data)
             advice = "a smaller learning rate may help" if is_finite else "so is an observation, a reward or an action"
-            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; {advice}.")
+            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. The last checkpoint is kept.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -312,9 +381,31 @@ def report(losses: dict, data: list[Tensor], last_returns: deque, marks: list, w
     return metrics | {"global_step": global_step}
 
 
+def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, obs: Tensor):
+    """Writes summary.json, and policy.pt2: a program from rows like `obs` to actions without noise."""
+    summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
+    for name, value in metrics.items():
+        number = math.nan if value is None else value
+        writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+    writer.close()
+    try:
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+        if args.save_model:
+            torch.compiler.set_stance("default")
+            for p in policy.parameters():  # a view would be saved with its whole storage
+                p.data = p.detach().clone(memory_format=torch.contiguous_format)
+            shapes = ({0: torch.export.Dim("rows")},)
+            program = torch.export.export(policy.cpu(), (obs,), dynamic_shapes=shapes)
+            card = {"card.json": json.dumps(summary, indent=2)}
+            torch.export.save(program, run_dir / "new.pt2", extra_files=card)
+            (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
+    except (OSError, RuntimeError) as error:
+        print(f"error: cannot save the results: {error}", file=sys.stderr)
+
+
 @torch.compiler.set_stance("default")  # perf[guards] guards are back when train ends, even by an error
-def train(args: Args) -> dict[str, float]:
-    """Trains an agent and returns the final metrics, which summary.json in the run folder holds, too."""
+def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
+    """Trains an agent to the end, or until there is a signal, and returns the final metrics."""
     check_numbers(args)
     N = args.num_envs
     total_steps = math.ceil(args.total_timesteps / N)
@@ -326,6 +417,10 @@ def train(args: Args) -> dict[str, float]:
     action_space = envs[0].action_space
     if not ((action_space.low < action_space.high) & np.isfinite(action_space.high - action_space.low)).all():
         fail(f"{args.env_id} takes any action in {action_space}; needed: finite bounds, the lower below the upper.")
+    action_dim = math.prod(action_space.shape)
+    made_by = [Path(__file__).stem, args.env_id, N, obs_dim, action_dim, args.buffer_size]
+    saved = load_checkpoint(args, made_by) if args.resume else {}
+    first_step = saved.get("step", 0)
     device, run_dir, writer = start_run(args)
     on_gpu = device.type == "cuda"
     if args.cudagraphs and not on_gpu:  # perf[capture]
@@ -333,7 +428,6 @@ def train(args: Args) -> dict[str, float]:
         args.cudagraphs = False
     low = torch.as_tensor(action_space.low.ravel(), dtype=torch.float32, device=device)
     high = torch.as_tensor(action_space.high.ravel(), dtype=torch.float32, device=device)
-    action_dim = len(low)
 
     # The newest row of the replay ring, on the host. Its parts are views: stepping the envs fills it.
     # perf[pinned] pinned memory: copies of the row and of the action do not wait, and can be captured
@@ -359,6 +453,26 @@ def train(args: Args) -> dict[str, float]:
     alpha_adam = adam_state([log_alpha])
     policy_lr = torch.full((), args.policy_lr, device=device)  # perf[tensor]
     q_lr = torch.full((), args.q_lr, device=device)
+
+    def start_anew(step: int):
+        """Cuts the open episodes off; from here on, random streams follow from seed and step."""
+        seeds = np.random.SeedSequence([args.seed, step]).generate_state(N + 1).tolist()
+        torch.manual_seed(seeds[N])
+        for env, seed in zip(envs, seeds):
+            env.reset(seed=seed)
+        truncated[:] = True  # the next step resets every env
+
+    # perf[graph] the state of a run is tensors alone
+    parameters = {f"actor.{name}": p for name, p in actor_params.items()}
+    parameters |= {f"critics.{name}": p for name, p in critic_params.items()}
+    state = {"actor": actor_params, "critics": critic_params, "critics_target": critic_params_target}
+    state |= {"actor_adam": actor_adam, "critics_adam": critics_adam, "alpha_adam": alpha_adam}
+    state |= {"log_alpha": log_alpha, "newest": newest, "row": row}
+    if saved:
+        for tensor, copy_of_it in zip(tree_leaves(state), tree_leaves(saved["state"])):  # perf[graph]
+            tensor.copy_(copy_of_it)
+        ring[: len(saved["replay"])] = saved["replay"]
+        start_anew(first_step)
 
     def call_critics(params: dict, obs: Tensor, action: Tensor) -> Tensor:  # -> (2, B); perf[vmap]
         return vmap(lambda params: functional_call(critics[0], params, (obs, action)))(params)
@@ -441,13 +555,13 @@ def train(args: Args) -> dict[str, float]:
         update_with_actor = CudaGraphModule(update_with_actor, warmup=3)
     acted = torch.cuda.Event() if on_gpu else torch.cpu.Event()  # perf[overlap] the latter does nothing
 
-    progress = tqdm(total=total_steps * N, unit="step", desc=args.exp_name, dynamic_ncols=True)
-    last_returns = deque(maxlen=100)
+    progress = tqdm(total=total_steps * N, initial=first_step * N, unit="step", desc=args.exp_name, dynamic_ncols=True)
+    last_returns = deque(saved.get("last_returns", []), maxlen=100)
     losses = {}
-    marks = [(time.perf_counter(), 0)]
-    updates = 0
-    global_step = 0
-    for step in range(total_steps):
+    updates = saved.get("updates", 0)
+    global_step = first_step * N
+    marks = [(time.perf_counter(), global_step)]
+    for step in range(first_step, total_steps):
         # act
         if step == random_steps:
             marks = [(time.perf_counter(), global_step)]  # the clock starts anew with learning
@@ -471,26 +585,49 @@ def train(args: Args) -> dict[str, float]:
         row_action[:] = env_action.reshape(N, action_dim)
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
         global_step += N
-        for episode in step_envs(envs, env_action, obs, reward, terminated, truncated):
+        for episode in step_envs(envs, global_step, env_action, obs, reward, terminated, truncated):
             writer.add_scalar("charts/episodic_return", episode["r"], global_step)
             writer.add_scalar("charts/episodic_length", episode["l"], global_step)
-            last_returns.append(episode["r"])
+            last_returns.append(float(episode["r"]))
 
         # report
-        if global_step % REPORT_INTERVAL < N or step + 1 == total_steps:
-            marks.append((time.perf_counter(), global_step))
-            metrics = report(losses, [ring], last_returns, marks, writer, progress)
-            if args.compile and "actor_loss" in losses:  # perf[guards] all is compiled by now: skip the guards
-                torch.compiler.set_stance(skip_guard_eval_unsafe=True)
+        if global_step % REPORT_INTERVAL >= N and step + 1 < total_steps and not signals:
+            continue
+        marks.append((time.perf_counter(), global_step))
+        metrics = report(losses, parameters, [ring], last_returns, marks, writer, progress)
+        if args.compile and "actor_loss" in losses:  # perf[guards] all is compiled by now: skip the guards
+            torch.compiler.set_stance(skip_guard_eval_unsafe=True)
 
-    summary = {"device": str(device), "args": asdict(args), "metrics": metrics}
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-    for name, value in metrics.items():
-        writer.add_scalar(f"summary/{name}", math.nan if value is None else value, global_step)  # for W&B, too
-    for resource in (progress, writer, *envs):
+        # save
+        interval = args.checkpoint_interval or math.inf
+        if signals or marks[-1][1] // interval > marks[-2][1] // interval:
+            kept = {"made_by": made_by, "step": step + 1, "global_step": global_step, "updates": updates}
+            kept |= {"last_returns": list(last_returns), "replay": ring[: step + 2].clone()}  # as far as it is filled
+            kept |= {"state": state}  # perf[graph]
+            save_checkpoint(run_dir, kept)
+            start_anew(step + 1)
+        if signals:
+            break
+
+    finish_run(args, run_dir, writer, {"device": str(device)}, metrics, GreedyActor(actor), torch.zeros(2, obs_dim))
+    for resource in (progress, *envs):
         resource.close()
     return metrics
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    signals = []
+
+    def remember(number: int, _):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    try:
+        train(tyro.cli(Args), signals)
+    except torch.OutOfMemoryError as error:
+        fail(f"too little memory on the GPU; lower --batch-size or --buffer-size. {error}")
+    if signals:
+        print("to go on: python", shlex.join(sys.argv), "--resume auto", file=sys.stderr)
+        sys.exit(128 + signals[0])

@@ -75,7 +75,7 @@ def train(monkeypatch, name: str, **args) -> SimpleNamespace:
 
     with monkeypatch.context() as patch:
         patch.setattr(script, network, SpiedNetwork)
-        metrics = script.train(script.Args(**({"device": "cpu"} | args)))
+        metrics = script.train(script.Args(**({"device": "cpu", "save_model": False} | args)))
     (run_dir,) = Path("runs").iterdir()
     run_dir = run_dir.rename(f"run{len(list(Path().iterdir()))}")
     parameters = {k: p.detach().cpu().clone() for k, p in policies[0].named_parameters()}
@@ -317,6 +317,23 @@ class DiscreteNanObsEnv(NanObsEnv, DiscreteDictEnv):
     """Observes what is not a number, after one of three actions."""
 
 
+class RaisingEnv(BoundedEnv):
+    """Has a defect that shows in its third step."""
+
+    def step(self, action):
+        if self.step_in_episode == 2:
+            raise ZeroDivisionError("a defect of the env")
+        return super().step(action)
+
+    ENDS = (((5, True, False),),) * 2
+
+
+class DiscreteRaisingEnv(RaisingEnv):
+    """With three actions."""
+
+    action_space = gym.spaces.Discrete(3)
+
+
 class IntegerResetEnv(DictEnv):
     """Observes integers at first, then what is no integer."""
 
@@ -349,6 +366,8 @@ ENVS = (
     StuckEnv,
     DoubleEnv,
     NanEnv,
+    RaisingEnv,
+    DiscreteRaisingEnv,
     IntegerResetEnv,
     NanObsEnv,
     DiscreteNanObsEnv,

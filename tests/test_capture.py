@@ -36,13 +36,14 @@ def trained(monkeypatch, script: types.ModuleType, schedule: str | None, **flags
             super().__init__(*dims)
             policies.append(self)
 
-    args = script.Args(**problem_of(script.__name__) | flags, device="cuda" if schedule else "cpu")
+    problem = problem_of(script.__name__) | flags | {"save_model": False}
+    args = script.Args(**problem, device="cuda" if schedule else "cpu")
     reports = []  # env steps, launches and waits so far
 
-    def report(losses, data, last_returns, marks, *rest):
+    def report(losses, parameters, data, last_returns, marks, *rest):
         if schedule:
             reports.append((marks[-1][1], Gpu.active.launches.total(), Gpu.active.syncs.total()))
-        return original(losses, data, last_returns, marks, *rest)
+        return original(losses, parameters, data, last_returns, marks, *rest)
 
     with monkeypatch.context() as patch:
         original = script.report
@@ -65,9 +66,9 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 CASES = [  # twin, flags, launches and waits per env step at most; each replay of a graph is one launch
-    ("dqn_torchcompile", {}, 0.85, 0.2),
-    ("td3_continuous_action_torchcompile", {}, 3.25, 1.1),
-    ("sac_continuous_action_torchcompile", {}, 3.25, 1.1),
+    ("dqn_torchcompile", {}, 0.95, 0.2),
+    ("td3_continuous_action_torchcompile", {}, 3.3, 1.1),
+    ("sac_continuous_action_torchcompile", {}, 3.3, 1.1),
     ("ppo_continuous_action_torchcompile", {}, 5.5, 0.9),
     ("ppo_atari_envpool_torchcompile", {}, 3.25, 0.63),
     ("ppo_atari_envpool_torchcompile", {"env_groups": 2}, 3.8, 1.13),
@@ -95,6 +96,7 @@ def test_a_late_gpu_with_graphs_computes_the_same_bits_as_a_rank(monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     alone = {"init_process_group": lambda *_, **__: None, "destroy_process_group": lambda: None}
+    alone |= {"rendezvous": lambda _: iter([(None, 0, 1)]), "PrefixStore": lambda *_: None}
     alone |= {"get_world_size": lambda: 1, "get_backend": lambda: "none", "broadcast": lambda *_, **__: None}
     alone |= {
         "all_reduce": lambda x: None,
@@ -115,7 +117,7 @@ def test_a_late_gpu_with_graphs_computes_the_same_bits_as_a_rank(monkeypatch):
         sizes = {"local_num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 16 * 2 * 8}
         with monkeypatch.context() as patch, emulated_gpu(schedule) as gpu:
             patch.setattr(script, "AtariAgent", Spied)
-            script.train(script.Args(**sizes, ddp=False, cudagraphs=cudagraphs))
+            script.train(script.Args(**sizes, ddp=False, cudagraphs=cudagraphs, save_model=False))
         runs.append([p.numbers.clone() for p in agents[0].parameters()])
     assert equal(*runs) and gpu.replays > 20
 

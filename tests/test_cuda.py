@@ -50,7 +50,8 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize(("eager", "twin", "flags"), [(*pair, {}) for pair in TWINS] + [(*ATARI, f) for f in FLAGS])
 def test_every_mode_learns_the_same(monkeypatch, eager, twin, flags, mode, device):
     """Graphs are captured in the first updates, so stale weights, rates or batches would show in the next dozens."""
-    if device == "cpu" and not flags and (eager not in OFF_POLICY or "compile" in mode):
+    proven = not flags and eager not in OFF_POLICY or "compile" in mode and "bf16" not in flags
+    if device == "cpu" and proven:
         pytest.skip("test_twins.py compares what runs on a CPU, more closely")
     problem, flags = tiny(eager), flags | MODES[mode]
     if eager in OFF_POLICY and "compile" in mode:  # the other modes: one env, and SAC with a temperature that learns
@@ -156,7 +157,7 @@ def train_one_rank(monkeypatch, device: str, **flags) -> dict[str, torch.Tensor]
         patch.setattr(torch.Tensor, "exponential_", lambda self: self.fill_(1.0))
         patch.setattr(torch, "randperm", lambda n, device=None: torch.arange(n, device=device))
         sizes = {"local_num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 320, "timeout": 60.0}
-        script.train(script.Args(**sizes, cuda=device == "cuda", **flags))
+        script.train(script.Args(**sizes, cuda=device == "cuda", save_model=False, **flags))
     return {name: p.detach().clone() for name, p in agents[0].named_parameters()}
 
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import ALL_SCRIPTS, ROOT, load
 
 CLEANRL = json.loads((ROOT / "tests" / "cleanrl_flags.json").read_text())
-ABSENT = {"capture_video", "save_model", "upload_model", "hf_entity"}  # of CleanRL, without a counterpart here
+ABSENT = {"capture_video", "upload_model", "hf_entity"}  # of CleanRL, without a counterpart here
 COMPUTED = {"batch_size", "minibatch_size", "num_iterations"}  # by CleanRL at run time; PPO has them as locals
 OTHER_DEFAULTS = {  # script -> flag -> our default
     "td3_continuous_action": {"env_id": "HalfCheetah-v4"},
@@ -15,7 +15,7 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     "ppo_atari_multigpu": {"env_id": "Breakout-v5", "backend": None},
 }
 OF_RANKS = {"device_ids", "world_size", "num_envs", "local_batch_size", "local_minibatch_size"}  # torchrun says them
-OURS = {"device", "tf32"}  # in every script; torchrun says the device of a rank
+OURS = {"device", "tf32", "checkpoint_interval", "resume"}  # in every script; torchrun says the device of a rank
 OURS_OF = {
     "_torchcompile": {"compile", "cudagraphs"},
     "ppo_atari_envpool_torchcompile": {"env_groups", "bf16"},
@@ -41,13 +41,21 @@ def test_names_and_defaults_are_cleanrls(name):
     absent = ABSENT | (COMPUTED if "ppo" in name else set()) | (OF_RANKS if "multigpu" in name else set())
     assert theirs.keys() - ours.keys() <= absent
     added = set().union(*(flags for part, flags in OURS_OF.items() if name.endswith(part)))
-    assert ours.keys() - theirs.keys() == added | (OURS - {"device"} if "multigpu" in name else OURS)
+    assert ours.keys() - theirs.keys() - {"save_model"} == added | (OURS - {"device"} if "multigpu" in name else OURS)
     expected = theirs | {"exp_name": name, "wandb_project_name": "leanrl"} | OTHER_DEFAULTS.get(base, {})
-    for flag in ours.keys() & theirs.keys():
+    for flag in ours.keys() & theirs.keys() - {"save_model"}:
         assert ours[flag] == expected[flag], f"--{flag.replace('_', '-')}"
 
 
 def test_the_readme_lists_the_departures():
     (section,) = [part for part in (ROOT / "README.md").read_text().split("\n\n") if "CleanRL](https" in part]
-    for flag in ("capture-video", "save-model", "upload-model", "hf-entity", "wandb-project-name", "env-id", "backend"):
+    for flag in (
+        "capture-video",
+        "no-save-model",
+        "upload-model",
+        "hf-entity",
+        "wandb-project-name",
+        "env-id",
+        "backend",
+    ):
         assert f"--{flag}" in section, flag

@@ -1,4 +1,4 @@
-"""Small problems that each script must solve, in each mode; a twin without flags computes what the plain file does."""
+"""Small problems that each script must solve. A twin computes what the plain file does, which test_twins.py proves."""
 
 import numpy as np
 import pytest
@@ -35,6 +35,8 @@ GATES = {  # script -> problem, most that the first 3 episodes may pay, least th
 @pytest.mark.parametrize("script", GATES)
 def test_a_small_problem_is_solved(monkeypatch, script, mode):
     suffix, flags = MODES[mode]
+    if mode == "compile" and script not in ("ppo_continuous_action", "dqn"):
+        pytest.skip("compiled, it takes a minute and computes the same")
     problem, first, last = GATES[script]
     if script in ATARI:
         monkeypatch.setattr(load(script + suffix), "make_envs", QuadrantPool)

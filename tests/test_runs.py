@@ -296,7 +296,8 @@ def test_unwritable_runs_folder(name, capsys, own_folder):
 def test_a_loss_that_is_not_finite_ends_the_run_by_name_and_step(monkeypatch, name):
     problem = {"q_lr": 1e20, "policy_lr": 1e20} if "sac" in name else {"learning_rate": 1e20}
     problem |= {"total_timesteps": 2000}
-    message = r"losses/\w+ is (nan|-?inf) at step (256|512|1000|1500); (a smaller learning|so is an obs.* an action)"
+    message = r"(losses/\w+|parameter [\w.]+) is (nan|-?inf) at step (256|512|1000|1500); "
+    message += "(a smaller learning|so is an obs.* an action)"
     with pytest.raises(SystemExit, match=message) as exit:
         train(monkeypatch, name, **tiny(name) | problem)
     assert exit.value.code not in (0, None)
@@ -331,14 +332,15 @@ def test_a_copied_twin_trains_alone(own_folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_copied_script_runs_alone_and_is_tracked_offline(name, own_folder):
+def test_a_copied_script_runs_alone_and_is_tracked_offline_if_asked(name, own_folder):
     copy = shutil.copy(ROOT / "leanrl" / f"{name}.py", own_folder)
     flags = [part for key, value in tiny(name).items() for part in ("--" + key.replace("_", "-"), value)]
-    process = command(copy, "--track", *flags, cwd=own_folder, env=os.environ | {"WANDB_MODE": "offline"})
+    tracked = name in (ATARI[0], "dqn_torchcompile")
+    process = command(copy, *["--track"] * tracked, *flags, cwd=own_folder, env=os.environ | {"WANDB_MODE": "offline"})
     assert process.returncode == 0, process.stderr
     (summary,) = (own_folder / "runs").glob(f"{tiny(name)['env_id']}__{name}__1__*/summary.json")
     assert json.loads(summary.read_text())["metrics"]["global_step"] == 1024
-    assert list((own_folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert bool(list(own_folder.glob("wandb/offline-run-*/run-*.wandb"))) == tracked
 
 
 def test_wandb_is_not_imported_without_track(own_folder):
@@ -354,20 +356,20 @@ def test_wandb_is_not_imported_without_track(own_folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OFF_POLICY)
 def test_nothing_grows_with_time(name, own_folder):
-    """After three times as many steps as when the replay was full, memory in use is the same; the twin is compiled."""
+    """After three times as many steps as when the replay was full, memory in use is the same."""
     code = (
         "import {name} as script\n"
         "memory, report = dict(), script.report\n"
-        "def spied(losses, data, last_returns, marks, *rest):\n"
+        "def spied(losses, parameters, data, last_returns, marks, *rest):\n"
         "    memory[marks[-1][1]] = int(open('/proc/self/statm').read().split()[1]) // 256\n"  # pages of 4 KiB
-        "    return report(losses, data, last_returns, marks, *rest)\n"
+        "    return report(losses, parameters, data, last_returns, marks, *rest)\n"
         "script.report = spied\n"
         "script.train(script.Args(**{args}))\n"
         "print(memory[1500], memory[4500])\n"
     )
-    args = tiny(name) | {"total_timesteps": 4500, "batch_size": 8, "device": "cpu"}
+    args = tiny(name) | {"total_timesteps": 4500, "batch_size": 8, "device": "cpu", "save_model": False}
     args |= {"target_network_frequency": 10, "train_frequency": 1} if "dqn" in name else {}
-    args |= {"compile": True} if "torchcompile" in name else {}
+    args |= {"compile": True} if name == "dqn_torchcompile" else {}  # the others would take a minute to compile
     process = command(
         "-c", code.format(name=name, args=args), cwd=own_folder, env=os.environ | {"PYTHONPATH": str(ROOT / "leanrl")}
     )

@@ -1,0 +1,361 @@
+"""Exact resume, damaged checkpoints, signals, and the policy as a program."""
+
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ATARI, OFF_POLICY, PPO_CONTINUOUS, ROOT, SCRIPTS, load, tiny, train
+from torch.utils._pytree import tree_leaves, tree_map
+
+COUNTS = {"made_by", "global_step"}  # of a checkpoint: not what it restores
+SHORT = {  # two checkpoints, then some more
+    "ppo_continuous_action": {"num_steps": 64, "total_timesteps": 64 * 4 * 2, "checkpoint_interval": 128},
+    "ppo_atari_envpool": {"num_steps": 16, "total_timesteps": 16 * 6 * 2, "checkpoint_interval": 64},
+    "dqn": {"total_timesteps": 1500, "learning_starts": 200, "checkpoint_interval": 500},
+    "td3_continuous_action": {"total_timesteps": 300, "learning_starts": 50, "checkpoint_interval": 100},
+}
+SHORT["sac_continuous_action"] = SHORT["td3_continuous_action"]
+
+
+def problem(name: str) -> dict:
+    return tiny(name) | SHORT[name.removesuffix("_torchcompile")] | {"num_envs": 2}
+
+
+class Killed(BaseException):
+    pass
+
+
+def kept(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def equal(a, b) -> bool:
+    a, b = tree_leaves(a), tree_leaves(b)
+    return len(a) == len(b) and all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in zip(a, b))
+
+
+def train_until_killed(monkeypatch, name: str, **args) -> Path:
+    """As by kill -9 right after the second checkpoint; returns its path. The first one lies beside it."""
+    script, saves = load(name), []
+
+    def save_and_die(run_dir, state):
+        save_checkpoint(run_dir, state)
+        saves.append(run_dir / "checkpoint.pt")
+        if len(saves) == 2:
+            raise Killed
+
+    save_checkpoint = script.save_checkpoint
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "save_checkpoint", save_and_die)
+        with pytest.raises(Killed):
+            train(patch, name, **args)
+    return saves[-1].parent.rename("killed") / "checkpoint.pt"
+
+
+def same_metrics(a: dict, b: dict) -> bool:
+    return {**a, "SPS": 0, "startup_seconds": 0} == {**b, "SPS": 0, "startup_seconds": 0}
+
+
+def patch_reports(monkeypatch, name: str):
+    """Off-policy, a report at every checkpoint of these short runs."""
+    monkeypatch.setattr(load(name), "REPORT_INTERVAL", 100, raising=False)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_killed_and_resumed_run_computes_the_same_bits(monkeypatch, name):
+    """Parameters, metrics and all that the last checkpoint holds: optimizer, replay, statistics, returns."""
+    patch_reports(monkeypatch, name)
+    whole = train(monkeypatch, name, **problem(name))
+    path = train_until_killed(monkeypatch, name, **problem(name))
+    resumed = train(monkeypatch, name, **problem(name), resume=str(path))
+    assert all(torch.equal(p, resumed.parameters[k]) for k, p in whole.parameters.items())
+    assert same_metrics(whole.metrics, resumed.metrics)
+    assert equal(kept(whole.run_dir / "checkpoint.pt"), kept(resumed.run_dir / "checkpoint.pt"))
+    plain = train(monkeypatch, name, **problem(name) | {"checkpoint_interval": 0})
+    assert not all(torch.equal(p, plain.parameters[k]) for k, p in whole.parameters.items())  # it did start anew
+
+
+def leaves(saved: dict) -> list[tuple]:
+    """Where the parts of a checkpoint are: its entries, those of "state" one by one."""
+    return [(k,) for k in saved if k not in COUNTS | {"state"}] + [("state", k) for k in saved.get("state", {})]
+
+
+ENDING = {"env_id": "BoundedEnv-v0"}  # episodes of a few steps, whose returns differ
+GYM = [name for name in SCRIPTS if name not in ATARI]
+DROPPED = [name for name in SCRIPTS if name not in ATARI and (name in PPO_CONTINUOUS or "sac" in name or "dqn" in name)]
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_every_part_of_a_checkpoint_counts(monkeypatch, name, own_folder):
+    """With any one of them taken from an older checkpoint, a resumed run computes something else."""
+    patch_reports(monkeypatch, name)
+    flags = problem(name) | ({} if "dqn" in name else ENDING)
+    path = train_until_killed(monkeypatch, name, **flags)
+    new, old = kept(path), kept(path.with_suffix(".old"))
+
+    def outcome(saved: dict) -> tuple[dict, dict]:
+        torch.save(saved, own_folder / "mixed.pt")
+        run = train(monkeypatch, name, **flags, resume=str(own_folder / "mixed.pt"))
+        last = kept(run.run_dir / "checkpoint.pt")
+        return run.metrics, {k: v for k, v in last.items() if k != "made_by"}
+
+    metrics, last = outcome(new)
+    for where in leaves(new):
+        mixed = tree_map(lambda x: x, new)
+        part, source = (mixed["state"], old["state"]) if where[0] == "state" else (mixed, old)
+        part[where[-1]] = source[where[-1]]
+        other_metrics, other_last = outcome(mixed)
+        assert not (same_metrics(metrics, other_metrics) and equal(last, other_last)), where
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+def damage(path: Path, how: str):
+    data = bytearray(path.read_bytes())
+    if how == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "a bit flipped":  # in the middle of the numbers
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "code":
+        torch.save({"made_by": Evil()}, path)
+    elif how == "pickle":
+        path.write_bytes(pickle.dumps(Evil()))
+    elif how == "absent":
+        path.unlink()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("how", ["truncated", "a bit flipped", "empty", "code", "pickle", "absent"])
+@pytest.mark.parametrize("name", ["sac_continuous_action", PPO_CONTINUOUS[1]])
+def test_a_damaged_checkpoint_is_refused_by_path_and_skipped_by_auto(monkeypatch, capsys, name, how, own_folder):
+    patch_reports(monkeypatch, name)
+    path = train_until_killed(monkeypatch, name, **problem(name))
+    damage(path, how)
+    script = load(name)
+    with pytest.raises(SystemExit) as exit:
+        script.train(script.Args(**problem(name), device="cpu", resume=str(path)))
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert exit.value.code == 2 and message.startswith("error: --resume: ") and str(path) in message
+    assert not any(Path("runs").iterdir()) and not Path("pwned").exists()
+
+    path.parent.rename(f"runs/{problem(name)['env_id']}__{name}__1__killed")
+    saved = script.load_checkpoint(script.Args(**problem(name), resume="auto"), made_by(name))
+    assert saved["global_step"] == problem(name)["checkpoint_interval"]  # the older one
+    assert ("warning: " in capsys.readouterr().err) == (how != "absent") and not Path("pwned").exists()
+
+
+def made_by(name: str) -> list:
+    sizes = [2, 3, 1] + ([problem(name)["buffer_size"]] if name in OFF_POLICY else [])
+    return [name, problem(name)["env_id"], *sizes]
+
+
+@pytest.mark.parametrize("name", ["td3_continuous_action", PPO_CONTINUOUS[1]])
+def test_another_script_env_or_size_is_refused(monkeypatch, capsys, name):
+    patch_reports(monkeypatch, name)
+    path = train_until_killed(monkeypatch, name, **problem(name))
+    cases = [(name, {"num_envs": 1}), (name, {"env_id": "BoundedEnv-v0"}), ("sac_continuous_action", {})]
+    for script, flags in cases:
+        with pytest.raises(SystemExit) as exit:
+            script = load(script)
+            flags = {key: value for key, value in (problem(name) | flags).items() if hasattr(script.Args, key)}
+            script.train(script.Args(**flags, device="cpu", resume=str(path)))
+        message = capsys.readouterr().err.strip().splitlines()[-1]
+        assert exit.value.code == 2 and f"of {made_by(name)} and not of" in message
+    assert not any(Path("runs").iterdir())
+
+
+def test_auto_without_a_checkpoint_starts_a_new_run(monkeypatch):
+    run = train(monkeypatch, PPO_CONTINUOUS[0], **problem(PPO_CONTINUOUS[0]), resume="auto")
+    assert run.metrics["global_step"] == problem(PPO_CONTINUOUS[0])["total_timesteps"]
+
+
+def test_a_finished_run_goes_on_with_more_steps(monkeypatch):
+    """The checkpoint of its end is one like any other."""
+    name = "td3_continuous_action"
+    patch_reports(monkeypatch, name)
+    short = train(monkeypatch, name, **problem(name) | {"total_timesteps": 200})
+    longer = train(monkeypatch, name, **problem(name), resume=str(short.run_dir / "checkpoint.pt"))
+    whole = train(monkeypatch, name, **problem(name))
+    assert all(torch.equal(p, longer.parameters[k]) for k, p in whole.parameters.items())
+
+
+def save_forever(script, folder: Path, step: int):
+    """In a process of its own; the file `ended` tells of the last save that has ended."""
+    with (folder / "ended").open("w") as ended:
+        while True:
+            step += 1
+            state = {"made_by": ["x"], "global_step": step, "x": torch.full((100_000,), float(step))}
+            script.save_checkpoint(folder, state)
+            ended.seek(0)
+            ended.write(str(step))
+            ended.flush()
+
+
+@pytest.mark.slow
+def test_kill_9_in_a_save_never_loses_all_checkpoints(own_folder, kills=50):
+    """At random moments; what can be read afterwards is whole, and no older than the last save that had ended."""
+    script, rng, step = load("dqn"), random.Random(1), 0
+    args = script.Args(resume="auto")
+    folder = own_folder / "runs" / "CartPole-v1__dqn__1__now"
+    folder.mkdir(parents=True)
+    (folder / "ended").touch()
+    for _ in range(kills):
+        process = os.fork()
+        if process == 0:
+            save_forever(script, folder, step)
+        time.sleep(0.01 + rng.random() * 0.03)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        saved = script.load_checkpoint(args, ["x"])
+        assert (saved["x"] == saved["global_step"]).all()
+        ended = int((folder / "ended").read_text() or 0)
+        assert saved["global_step"] >= max(step, ended)
+        step = saved["global_step"]
+    assert step > kills
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_goes_on(capsys, own_folder):
+    """A full disk, as a limit to the size of files; a folder that has vanished."""
+    script = load("dqn")
+    state = {"made_by": ["x"], "global_step": 7, "x": torch.zeros(100_000)}
+    script.save_checkpoint(own_folder, state)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        script.save_checkpoint(own_folder, state | {"global_step": 8})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "error: no checkpoint at step 8: " in capsys.readouterr().err
+    assert kept(own_folder / "checkpoint.pt")["global_step"] == 7
+    script.save_checkpoint(own_folder / "vanished", state | {"global_step": 9})
+    assert "error: no checkpoint at step 9: " in capsys.readouterr().err
+    script.save_checkpoint(own_folder, state | {"global_step": 10})  # there is room again
+    assert [kept(own_folder / f"checkpoint.{x}")["global_step"] for x in ("pt", "old")] == [10, 7]
+
+
+@pytest.mark.parametrize("name", GYM)
+def test_an_env_that_raises_is_named_with_its_step(monkeypatch, name):
+    env_id = f"{'Discrete' * ('dqn' in name)}RaisingEnv-v0"
+    with pytest.raises(ZeroDivisionError, match="a defect of the env") as error:
+        train(monkeypatch, name, **tiny(name) | {"env_id": env_id, "num_envs": 2})
+    assert error.value.__notes__ == ["error: env 0 raised this in env step 6. The last checkpoint is kept."]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_parameter_that_is_not_finite_is_named_with_the_step(name):
+    """Though all losses are finite, as after the last update before a report."""
+    script, closed = load(name), []
+    closing = SimpleNamespace(close=lambda: closed.append(1), add_scalar=lambda *_: None)
+    parameters = {"a.weight": torch.ones(2), "b.bias": torch.tensor([1.0, float("nan")])}
+    marks = [(0.0, 0), (1.0, 500)]
+    with pytest.raises(SystemExit, match=r"parameter b.bias is nan at step 500; .*The last checkpoint is kept"):
+        script.report({"a_loss": torch.ones(())}, parameters, [], deque(), marks, closing, closing)
+    assert len(closed) == 2
+
+
+SIGNALS = [("sac_continuous_action", signal.SIGTERM), ("ppo_continuous_action_torchcompile", signal.SIGINT)]
+SIGNALS += [("ppo_atari_envpool", signal.SIGTERM), ("dqn_torchcompile", signal.SIGINT)]
+
+
+def start(name: str, *flags) -> subprocess.Popen:
+    flags = [str(flag) for flag in flags]
+    command = [sys.executable, ROOT / "leanrl" / f"{name}.py", "--no-cuda", *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not list(Path("runs").glob("*/events*")):
+        time.sleep(0.05)
+        assert process.poll() is None
+    time.sleep(2)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "number"), SIGNALS)
+def test_a_signal_ends_a_run_in_order(name, number):
+    """A checkpoint, though none was asked for, the policy and the results so far; the printed command goes on."""
+    steps = 40_000 if "ppo_c" in name else 20_000
+    process = start(name, "--total-timesteps", steps, *(["--learning-starts", 100] if name in OFF_POLICY else []))
+    sent = time.monotonic()
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - sent < 10
+    assert process.returncode == 128 + number, stderr
+    (folder,) = Path("runs").iterdir()
+    metrics = json.loads((folder / "summary.json").read_text())["metrics"]
+    assert 0 < metrics["global_step"] < steps and (folder / "policy.pt2").exists()
+    assert kept(folder / "checkpoint.pt")["global_step"] == metrics["global_step"]
+    (command,) = re.findall(r"^to go on: python (.*)$", stderr, re.MULTILINE)
+    more = metrics["global_step"] + (500 if name in OFF_POLICY else 1024 if name in ATARI else 2048)
+    flags = command.replace(str(steps), str(more)).split()
+    again = subprocess.run([sys.executable, *flags], capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    last = max(Path("runs").iterdir(), key=os.path.getmtime)
+    assert json.loads((last / "summary.json").read_text())["metrics"]["global_step"] > metrics["global_step"]
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_run_at_once():
+    process = start("ppo_continuous_action", "--num-steps", 200_000)  # a step that lasts
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=5)
+    assert process.returncode == -signal.SIGINT
+
+
+PLAY = """
+import sys, torch
+policy = torch.export.load(sys.argv[1]).module()
+obs = torch.load("obs.pt")
+print([policy(obs[:n]).tolist() for n in (1, 5)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_policy_is_a_program_that_needs_nothing_of_ours(monkeypatch, name):
+    """In a new process that unpickles nothing: the greedy actions of the trained network, for any number of rows."""
+    run = train(monkeypatch, name, **tiny(name) | {"num_envs": 2, "save_model": True})
+    script = load(name)
+    if name in ATARI:
+        obs = torch.randint(0, 256, (5, 4, 84, 84), dtype=torch.uint8)
+    else:
+        obs = torch.randn(5, 4 if "dqn" in name else 3)
+    torch.save(obs, "obs.pt")
+    env = os.environ | {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
+    command = [sys.executable, "-c", PLAY, run.run_dir / "policy.pt2"]
+    process = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    one, five = json.loads(process.stdout)
+    np.testing.assert_allclose(one, five[:1], rtol=1e-4, atol=1e-5)
+    program = torch.export.load(run.run_dir / "policy.pt2", extra_files=(extra := {"card.json": ""}))
+    card = json.loads(extra["card.json"])
+    assert card["script"] == name and card["args"]["env_id"] == tiny(name)["env_id"]
+    assert card["metrics"]["episodic_return"] == run.metrics["episodic_return"]
+    for key, p in program.named_parameters():  # what it holds is what was trained
+        same = [q for q in run.parameters.values() if q.shape == p.shape and torch.equal(q, p)]
+        assert same or "actor" not in key
+    actions = np.array(five)
+    if "continuous" in name:
+        assert actions.shape == (5, 1) and (np.abs(actions) <= 2).all()
+    else:
+        assert actions.shape == (5,) and set(actions) <= set(range(4))
+    assert not list(run.run_dir.glob("*new*")) and script.__name__ == name
