@@ -23,7 +23,6 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -262,7 +261,7 @@ def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter
             (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))
     except Exception as error:
         fail(f"cannot use {device}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=args.timeout)))
     # after a restart by torchrun, the store still holds the addresses of the ranks before
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     group = {"store": store, "rank": rank, "world_size": world_size, "timeout": timedelta(seconds=args.timeout)}
@@ -306,11 +305,13 @@ def advantage_moments(batch: dict[str, Tensor], minibatches: Tensor) -> Tensor:
     return torch.stack([count, mean, variance.sqrt()], -1).float()
 
 
-def save_checkpoint(run_dir: Path, state: dict):
-    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. A failure is printed."""
+def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
+    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. None if it fails."""
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
+        if not state.get("replay", torch.zeros(())).isfinite().all():
+            raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
             file.flush()
@@ -318,8 +319,10 @@ def save_checkpoint(run_dir: Path, state: dict):
         if path.exists():
             path.replace(run_dir / "checkpoint.old")
         new.replace(path)
+        return path
     except (OSError, RuntimeError) as error:
         print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
+        new.unlink(missing_ok=True)
 
 
 def load_checkpoint(args: Args, made_by: list) -> dict:
@@ -337,7 +340,7 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
                 return saved
             message = f"{path} is damaged, or of {saved['made_by']} and not of {made_by}"
         except Exception as error:  # a damaged file may lead to any
-            message = f"{path} cannot be read: {str(error).splitlines()[0]}"
+            message = f"{path} cannot be read: {(str(error) or repr(error)).splitlines()[0]}"
         if args.resume != "auto":
             fail(f"--resume: {message}.")
         print(f"warning: {message}.", file=sys.stderr)
@@ -378,12 +381,12 @@ def report(
 def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, obs: Tensor):
     """Writes summary.json, and policy.pt2: a program from rows like `obs` to actions without noise."""
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
-    for name, value in metrics.items():
-        number = math.nan if value is None else value
-        writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
-    writer.close()
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+        for name, value in metrics.items():
+            number = math.nan if value is None else value
+            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        writer.close()
         if args.save_model:
             torch.compiler.set_stance("default")
             for p in policy.parameters():  # a view would be saved with its whole storage
@@ -416,9 +419,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
     seeds = [(10_000 * args.seed + N * rank + i) % 2**31 for i in range(N)]  # of this rank's envs
     envs = make_envs(args.env_id, seeds)
-    made_by = [Path(__file__).stem, args.env_id, N, world_size]
+    made_by = [Path(__file__).stem, args.env_id, T, N, world_size]
     saved = load_checkpoint(args, made_by) if args.resume else {}
     first_iteration = saved.get("iteration", 0)
+    if first_iteration >= num_iterations:
+        print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
+        sys.exit(0)
     device, run_dir, writer = start_rank(args, rank)
     num_actions = int(envs.action_space.n)
     obs = torch.from_numpy(envs.reset()[0])
@@ -462,6 +468,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["lr"] = lr  # load_state_dict() has put another tensor there
+        optimizer.param_groups[0]["capturable"] = capture
         start_anew(first_iteration)
 
     obs_buffer = torch.zeros(T, *obs.shape, dtype=torch.uint8, device=device)
@@ -616,5 +623,5 @@ if __name__ == "__main__":
             sys.excepthook(*sys.exc_info())
         os._exit(1)  # at once: an orderly end would wait for threads that wait for the others
     if signals:
-        print("to go on: torchrun with the same flags,", shlex.join(sys.argv), "--resume auto", file=sys.stderr)
+        print("to go on: start it again with --resume auto", file=sys.stderr)
         sys.exit(128 + signals[0])

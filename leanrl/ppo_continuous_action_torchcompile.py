@@ -341,11 +341,13 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     return device, run_dir, writer
 
 
-def save_checkpoint(run_dir: Path, state: dict):
-    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. A failure is printed."""
+def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
+    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. None if it fails."""
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
+        if not state.get("replay", torch.zeros(())).isfinite().all():
+            raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
             file.flush()
@@ -353,8 +355,10 @@ def save_checkpoint(run_dir: Path, state: dict):
         if path.exists():
             path.replace(run_dir / "checkpoint.old")
         new.replace(path)
+        return path
     except (OSError, RuntimeError) as error:
         print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
+        new.unlink(missing_ok=True)
 
 
 def load_checkpoint(args: Args, made_by: list) -> dict:
@@ -372,7 +376,7 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
                 return saved
             message = f"{path} is damaged, or of {saved['made_by']} and not of {made_by}"
         except Exception as error:  # a damaged file may lead to any
-            message = f"{path} cannot be read: {str(error).splitlines()[0]}"
+            message = f"{path} cannot be read: {(str(error) or repr(error)).splitlines()[0]}"
         if args.resume != "auto":
             fail(f"--resume: {message}.")
         print(f"warning: {message}.", file=sys.stderr)
@@ -413,12 +417,12 @@ def report(
 def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, obs: Tensor):
     """Writes summary.json, and policy.pt2: a program from rows like `obs` to actions without noise."""
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
-    for name, value in metrics.items():
-        number = math.nan if value is None else value
-        writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
-    writer.close()
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+        for name, value in metrics.items():
+            number = math.nan if value is None else value
+            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        writer.close()
         if args.save_model:
             torch.compiler.set_stance("default")
             for p in policy.parameters():  # a view would be saved with its whole storage
@@ -449,9 +453,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     obs_dim = envs[0].observation_space.shape[0]
     action_space = envs[0].action_space
     action_dim = math.prod(action_space.shape)
-    made_by = [Path(__file__).stem, args.env_id, N, obs_dim, action_dim]
+    made_by = [Path(__file__).stem, args.env_id, T, N, obs_dim, action_dim]
     saved = load_checkpoint(args, made_by) if args.resume else {}
     first_iteration = saved.get("iteration", 0)
+    if first_iteration >= num_iterations:
+        print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
+        sys.exit(0)
     device, run_dir, writer = start_run(args)
     on_gpu = device.type == "cuda"
     if args.cudagraphs and not on_gpu:  # perf[capture]
@@ -488,8 +495,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     learners = {"obs_stats": obs_stats, "return_stats": return_stats}
     state = {"flat": flat, "adam": adam}  # perf[graph] no optimizers
     if saved:
-        for tensor, copy_of_it in zip(tree_leaves(state), tree_leaves(saved["state"])):  # perf[graph]
-            tensor.copy_(copy_of_it)
+        for tensor, saved_tensor in zip(tree_leaves(state), tree_leaves(saved["state"]), strict=True):  # perf[graph]
+            tensor.copy_(saved_tensor.reshape(tensor.shape))
         for name, learner in learners.items():
             learner.load_state_dict(saved[name])
         discounted_return[:] = saved["discounted_return"].numpy()
@@ -532,6 +539,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     )
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     marks = [(time.perf_counter(), global_step)]
+    path = None  # of the newest checkpoint
     for iteration in range(first_iteration, num_iterations):
         noise = torch.randn(T, N, action_dim, device=device)
         exploration = (agent.actor_logstd.exp() * noise).cpu().numpy()  # perf[batch]
@@ -594,15 +602,19 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept |= {"last_returns": list(last_returns), "discounted_return": torch.as_tensor(discounted_return)}
             kept |= {name: learner.state_dict() for name, learner in learners.items()}
             kept |= {"state": state}  # perf[graph]
-            save_checkpoint(run_dir, kept)
+            path = save_checkpoint(run_dir, kept)
             start_anew(iteration + 1)
         if signals:
             break
 
+    stopped_by = list(signals)  # a signal that comes later interrupts nothing
     policy = NormalizedActor(agent, obs_stats, action_space.low, action_space.high)
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, policy, torch.zeros(2, obs_dim))
     for resource in (progress, *envs):
         resource.close()
+    if stopped_by:
+        print("to go on: python", shlex.join(sys.argv), "--resume", path or "auto", file=sys.stderr)
+        sys.exit(128 + stopped_by[0])
     return metrics
 
 
@@ -619,6 +631,3 @@ if __name__ == "__main__":
         train(tyro.cli(Args), signals)
     except torch.OutOfMemoryError as error:
         fail(f"too little memory on the GPU; lower --num-envs or --num-steps, or raise --num-minibatches. {error}")
-    if signals:
-        print("to go on: python", shlex.join(sys.argv), "--resume auto", file=sys.stderr)
-        sys.exit(128 + signals[0])

@@ -312,11 +312,13 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     return device, run_dir, writer
 
 
-def save_checkpoint(run_dir: Path, state: dict):
-    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. A failure is printed."""
+def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
+    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. None if it fails."""
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
+        if not state.get("replay", torch.zeros(())).isfinite().all():
+            raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
             file.flush()
@@ -324,8 +326,10 @@ def save_checkpoint(run_dir: Path, state: dict):
         if path.exists():
             path.replace(run_dir / "checkpoint.old")
         new.replace(path)
+        return path
     except (OSError, RuntimeError) as error:
         print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
+        new.unlink(missing_ok=True)
 
 
 def load_checkpoint(args: Args, made_by: list) -> dict:
@@ -343,7 +347,7 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
                 return saved
             message = f"{path} is damaged, or of {saved['made_by']} and not of {made_by}"
         except Exception as error:  # a damaged file may lead to any
-            message = f"{path} cannot be read: {str(error).splitlines()[0]}"
+            message = f"{path} cannot be read: {(str(error) or repr(error)).splitlines()[0]}"
         if args.resume != "auto":
             fail(f"--resume: {message}.")
         print(f"warning: {message}.", file=sys.stderr)
@@ -384,12 +388,12 @@ def report(
 def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, obs: Tensor):
     """Writes summary.json, and policy.pt2: a program from rows like `obs` to actions without noise."""
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
-    for name, value in metrics.items():
-        number = math.nan if value is None else value
-        writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
-    writer.close()
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+        for name, value in metrics.items():
+            number = math.nan if value is None else value
+            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        writer.close()
         if args.save_model:
             torch.compiler.set_stance("default")
             for p in policy.parameters():  # a view would be saved with its whole storage
@@ -421,6 +425,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     made_by = [Path(__file__).stem, args.env_id, N, obs_dim, action_dim, args.buffer_size]
     saved = load_checkpoint(args, made_by) if args.resume else {}
     first_step = saved.get("step", 0)
+    if first_step >= total_steps:
+        print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
+        sys.exit(0)
     device, run_dir, writer = start_run(args)
     on_gpu = device.type == "cuda"
     if args.cudagraphs and not on_gpu:  # perf[capture]
@@ -469,8 +476,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     state |= {"actor_adam": actor_adam, "critics_adam": critics_adam, "alpha_adam": alpha_adam}
     state |= {"log_alpha": log_alpha, "newest": newest, "row": row}
     if saved:
-        for tensor, copy_of_it in zip(tree_leaves(state), tree_leaves(saved["state"])):  # perf[graph]
-            tensor.copy_(copy_of_it)
+        for tensor, saved_tensor in zip(tree_leaves(state), tree_leaves(saved["state"]), strict=True):  # perf[graph]
+            tensor.copy_(saved_tensor.reshape(tensor.shape))
         ring[: len(saved["replay"])] = saved["replay"]
         start_anew(first_step)
 
@@ -561,6 +568,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     updates = saved.get("updates", 0)
     global_step = first_step * N
     marks = [(time.perf_counter(), global_step)]
+    path = None  # of the newest checkpoint
     for step in range(first_step, total_steps):
         # act
         if step == random_steps:
@@ -602,16 +610,23 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         interval = args.checkpoint_interval or math.inf
         if signals or marks[-1][1] // interval > marks[-2][1] // interval:
             kept = {"made_by": made_by, "step": step + 1, "global_step": global_step, "updates": updates}
-            kept |= {"last_returns": list(last_returns), "replay": ring[: step + 2].clone()}  # as far as it is filled
+            kept |= {
+                "last_returns": list(last_returns),
+                "replay": ring[: step + 2].cpu().clone(),
+            }  # as far as it is filled
             kept |= {"state": state}  # perf[graph]
-            save_checkpoint(run_dir, kept)
+            path = save_checkpoint(run_dir, kept)
             start_anew(step + 1)
         if signals:
             break
 
+    stopped_by = list(signals)  # a signal that comes later interrupts nothing
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, GreedyActor(actor), torch.zeros(2, obs_dim))
     for resource in (progress, *envs):
         resource.close()
+    if stopped_by:
+        print("to go on: python", shlex.join(sys.argv), "--resume", path or "auto", file=sys.stderr)
+        sys.exit(128 + stopped_by[0])
     return metrics
 
 
@@ -628,6 +643,3 @@ if __name__ == "__main__":
         train(tyro.cli(Args), signals)
     except torch.OutOfMemoryError as error:
         fail(f"too little memory on the GPU; lower --batch-size or --buffer-size. {error}")
-    if signals:
-        print("to go on: python", shlex.join(sys.argv), "--resume auto", file=sys.stderr)
-        sys.exit(128 + signals[0])

@@ -96,7 +96,7 @@ def test_a_late_gpu_with_graphs_computes_the_same_bits_as_a_rank(monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     alone = {"init_process_group": lambda *_, **__: None, "destroy_process_group": lambda: None}
-    alone |= {"rendezvous": lambda _: iter([(None, 0, 1)]), "PrefixStore": lambda *_: None}
+    alone |= {"rendezvous": lambda *_, **__: iter([(None, 0, 1)]), "PrefixStore": lambda *_: None}
     alone |= {"get_world_size": lambda: 1, "get_backend": lambda: "none", "broadcast": lambda *_, **__: None}
     alone |= {
         "all_reduce": lambda x: None,

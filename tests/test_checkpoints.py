@@ -52,10 +52,12 @@ def train_until_killed(monkeypatch, name: str, **args) -> Path:
     script, saves = load(name), []
 
     def save_and_die(run_dir, state):
-        save_checkpoint(run_dir, state)
+        path = save_checkpoint(run_dir, state)
+        assert path == run_dir / "checkpoint.pt"
         saves.append(run_dir / "checkpoint.pt")
         if len(saves) == 2:
             raise Killed
+        return path
 
     save_checkpoint = script.save_checkpoint
     with monkeypatch.context() as patch:
@@ -164,7 +166,7 @@ def test_a_damaged_checkpoint_is_refused_by_path_and_skipped_by_auto(monkeypatch
 
 
 def made_by(name: str) -> list:
-    sizes = [2, 3, 1] + ([problem(name)["buffer_size"]] if name in OFF_POLICY else [])
+    sizes = [2, 3, 1, problem(name)["buffer_size"]] if name in OFF_POLICY else [problem(name)["num_steps"], 2, 3, 1]
     return [name, problem(name)["env_id"], *sizes]
 
 
@@ -270,6 +272,40 @@ def test_a_parameter_that_is_not_finite_is_named_with_the_step(name):
     with pytest.raises(SystemExit, match=r"parameter b.bias is nan at step 500; .*The last checkpoint is kept"):
         script.report({"a_loss": torch.ones(())}, parameters, [], deque(), marks, closing, closing)
     assert len(closed) == 2
+
+
+@pytest.mark.parametrize("name", [PPO_CONTINUOUS[0], "dqn"])
+def test_a_finished_run_that_is_resumed_says_that_nothing_is_left(monkeypatch, capsys, name):
+    flags = problem(name)
+    run = train(monkeypatch, name, **flags)
+    script = load(name)
+    with pytest.raises(SystemExit) as exit:
+        script.train(script.Args(**flags, device="cpu", resume=str(run.run_dir / "checkpoint.pt")))
+    assert exit.value.code == 0 and "nothing is left to do" in capsys.readouterr().err
+    assert not any(Path("runs").iterdir())
+
+
+def test_a_replay_with_nan_is_not_saved(capsys, own_folder):
+    state = {"global_step": 7, "replay": torch.tensor([1.0, float("nan")])}
+    assert load("dqn").save_checkpoint(own_folder, state) is None
+    assert "error: no checkpoint at step 7: the replay holds NaN" in capsys.readouterr().err
+    assert not list(own_folder.iterdir())
+
+
+def test_a_resumed_run_learns_at_the_rate_that_its_flags_say(monkeypatch):
+    name = "td3_continuous_action"
+    patch_reports(monkeypatch, name)
+    path = train_until_killed(monkeypatch, name, **problem(name))
+    script, original = load(name), torch.optim.Adam.step
+    rates = set()
+
+    def step(self):
+        rates.add(self.param_groups[0]["lr"])
+        original(self)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    train(monkeypatch, script.__name__, **problem(name), resume=str(path), learning_rate=0.25)
+    assert rates == {0.25}
 
 
 SIGNALS = [("sac_continuous_action", signal.SIGTERM), ("ppo_continuous_action_torchcompile", signal.SIGINT)]
