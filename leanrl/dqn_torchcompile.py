@@ -330,9 +330,7 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
     return {}
 
 
-def report(
-    losses: dict, parameters: dict, data: list, last_returns: deque, marks: list, writer, progress
-) -> dict[str, float]:
+def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
     """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
     global_step = marks[-1][1]
     norms = torch._foreach_norm([p.detach() for p in parameters.values()])
@@ -546,10 +544,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         interval = args.checkpoint_interval or math.inf
         if signals or marks[-1][1] // interval > marks[-2][1] // interval:
             kept = {"made_by": made_by, "step": step + 1, "global_step": global_step}
-            kept |= {
-                "last_returns": list(last_returns),
-                "replay": ring[: step + 2].cpu().clone(),
-            }  # as far as it is filled
+            kept["last_returns"] = list(last_returns)
+            kept["replay"] = ring[: step + 2].cpu().clone()  # as far as it is filled
             kept |= {"state": state}  # perf[graph]
             path = save_checkpoint(run_dir, kept)
             start_anew(step + 1)

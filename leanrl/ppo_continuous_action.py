@@ -342,9 +342,7 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
     return {}
 
 
-def report(
-    losses: dict, parameters: dict, data: list, last_returns: deque, marks: list, writer, progress
-) -> dict[str, float]:
+def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
     """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
     global_step = marks[-1][1]
     norms = torch._foreach_norm([p.detach() for p in parameters.values()])
