@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "leanrl"))
@@ -50,7 +51,12 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # what is compared should differ by little
     threads = torch.get_num_threads()
+    writers = []
+    make_writer = SummaryWriter.__init__
+    monkeypatch.setattr(SummaryWriter, "__init__", lambda w, *a, **k: writers.append(w) or make_writer(w, *a, **k))
     yield tmp_path
+    for writer in writers:  # a run that was broken off left its own open, whose thread would write elsewhere later
+        writer.close()
     if torch.cuda.is_available():  # a capture that failed leaves its stream current
         torch.cuda.set_stream(torch.cuda.default_stream())
     torch.set_num_threads(threads)
