@@ -376,7 +376,7 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
         writer.close()
         if args.save_model:
             torch.compiler.set_stance("default")
-            for p in policy.parameters():  # a view would be saved with its whole storage
+            for p in policy.requires_grad_(False).parameters():  # a view would be saved with its whole storage
                 p.data = p.detach().clone(memory_format=torch.contiguous_format)
             shapes = ({0: torch.export.Dim("rows")},)
             program = torch.export.export(policy.cpu(), (obs,), dynamic_shapes=shapes)

@@ -1,0 +1,204 @@
+# /// script
+# dependencies = [
+#     "torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1", "pygame==2.6.1", "moviepy==2.2.1",
+#     "envpool==1.2.5", "numpy==2.4.6", "tyro==1.0.17",
+# ]
+# ///
+"""Plays the policy that a training script has left, prints the returns, and films it.
+
+    python leanrl/play.py runs/.../policy.pt2 --episodes 10 --video
+
+It plays whole games, with unclipped rewards, without exploration, in envs that training has never seen.
+The last line of its output is JSON: the returns, their mean and their standard deviation.
+"""
+
+import difflib
+import json
+import math
+import os
+import re
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+
+PLAY = 0x504C4159  # a number of its own in the seeds: no run has this --seed by chance
+SAFE_TEXT = {  # what PyTorch runs as Python when it loads a program, and what may stand there
+    "expr_str": r"([\d\s*+-]|Symbol\('s\d+', positive=True, integer=True\))*",  # arithmetic with a number of rows
+    "target": r"torch\.ops\.aten\.(?!from_file)[a-z]\w*\.[A-Za-z]\w*|_operator\.getitem",  # functions of tensors
+    "guards_code": r"\[\]",
+}
+
+
+@dataclass
+class Args:
+    policy: tyro.conf.Positional[Path]  # the file policy.pt2 of a run
+    episodes: int = 10  # number of whole games
+    seed: int = 1  # seeds of the episodes follow from it; training uses others
+    env_id: str | None = None  # env to play in; default: the one that the policy was trained in
+    video: bool = False  # write an mp4 of every episode to the folder videos beside the policy; needs no screen
+    render: bool = False  # watch it in a window; needs a screen
+
+
+def fail(message: str):
+    """Ends the program with exit code 2 and one line on stderr."""
+    print("error:", " ".join(message.split()), file=sys.stderr)  # a quoted message may span several lines
+    sys.exit(2)
+
+
+def unsafe_text(program) -> Iterator[str]:
+    """The parts of a program, which is parsed JSON, that SAFE_TEXT does not allow."""
+    if isinstance(program, list):
+        for part in program:
+            yield from unsafe_text(part)
+    elif isinstance(program, dict):
+        for key, value in program.items():
+            if key in SAFE_TEXT and not re.fullmatch(SAFE_TEXT[key], str(value)):
+                yield str(value)
+            yield from unsafe_text(value)
+
+
+def load_policy(path: Path) -> tuple[torch.export.ExportedProgram, dict]:
+    """The program in a policy.pt2, and its card; fails if it is none, or if loading it could run other code.
+
+    torch.export.load() unpickles only tensors if an environment variable says so, but it evaluates text that stands in
+    the program. That text is looked at first.
+    """
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            programs = [json.loads(archive.read(name)) for name in names if re.search(r"/models/.*json$", name)]
+        strange = next(unsafe_text(programs), None)
+        if strange or len({name.lower() for name in names}) < len(names):  # of two entries, which would be loaded?
+            raise ValueError(f"it holds what no training script writes: {strange or 'two files of one name'}")
+        extra_files = {"card.json": ""}
+        program = torch.export.load(path, extra_files=extra_files)
+        return program, json.loads(extra_files["card.json"])
+    except Exception as error:  # a damaged file may lead to any
+        fail(f"cannot play {path}: {(str(error) or repr(error)).splitlines()[0]}")
+
+
+class AtariGame(gym.Env):
+    """Whole games of EnvPool's Atari, with unclipped rewards. As in training, a lost life leads to the next serve."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # EnvPool shows every fourth frame of 60 per second
+    render_mode = "rgb_array"
+    observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+
+    def __init__(self, env_id: str):
+        self.env_id = env_id
+        self.action_space = gym.spaces.Discrete(self.make(seed=0).action_space.n)
+
+    def make(self, seed: int):
+        import envpool  # an optional dependency
+
+        return envpool.make(self.env_id, env_type="gymnasium", num_envs=1, seed=seed, episodic_life=True)
+
+    def reset(self, *, seed: int, options=None):
+        self.pool = self.make(seed)  # EnvPool takes seeds only here
+        obs, _ = self.pool.reset()
+        self.frame = obs[0, -1]
+        return obs[0], {}
+
+    def step(self, action):
+        obs, _, _, truncated, info = self.pool.step(np.array([action]))
+        self.frame = obs[0, -1]
+        return obs[0], info["reward"][0], bool(info["terminated"][0]), bool(truncated[0]), {}
+
+    def render(self) -> np.ndarray:  # (168, 168, 3)
+        return np.broadcast_to(self.frame.repeat(2, 0).repeat(2, 1)[..., None], (168, 168, 3))
+
+
+def make_played_env(env_id: str, is_atari: bool, render_mode: str | None) -> gym.Env:
+    """Makes an Atari game, or a Gymnasium env that observes flat vectors, as in training."""
+    try:
+        if is_atari:
+            return AtariGame(env_id)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
+            env = gym.make(env_id, render_mode=render_mode)
+    except (gym.error.Error, ImportError, ValueError, AssertionError, TypeError) as error:
+        near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
+        fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
+    if len(env.observation_space.shape or ()) != 1:
+        env = gym.wrappers.FlattenObservation(env)
+    return env
+
+
+def play_episode(policy, dtype: torch.dtype, env: gym.Env, seed: int) -> tuple[float, int]:
+    """Plays an episode, and returns its return and its length."""
+    obs, _ = env.reset(seed=seed)
+    return_ = 0.0
+    length = 0
+    while True:
+        action = policy(torch.as_tensor(obs[None], dtype=dtype))[0].numpy()
+        obs, reward, terminated, truncated, _ = env.step(action.reshape(env.action_space.shape))
+        return_ += float(reward)
+        length += 1
+        if terminated or truncated:
+            return return_, length
+
+
+def play(args: Args) -> dict:
+    """Plays all episodes, and returns what the last line of the output says."""
+    if args.episodes < 1 or args.seed < 0:
+        fail("--episodes must be at least 1, and --seed at least 0.")
+    if args.video and args.render:
+        fail("--video and --render exclude each other.")
+    on_linux = sys.platform == "linux"
+    if args.render and on_linux and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        fail("--render needs a screen; use --video.")
+    if args.video and on_linux:
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
+    program, card = load_policy(args.policy)
+    env_id = args.env_id or card["args"]["env_id"]
+    if ":" in env_id and not args.env_id:
+        fail(f"the policy was trained in an env of another package; to import that, say --env-id {env_id}")
+
+    example = program.example_inputs[0][0]  # (2, *shape of an observation)
+    policy = program.module()
+    is_atari = example.dtype == torch.uint8
+    if is_atari and args.render:
+        fail("EnvPool has no window; use --video.")
+    render_mode = "human" if args.render else "rgb_array" if args.video else None
+    env = make_played_env(env_id, is_atari, render_mode)
+    action = policy(example)[0]
+    is_discrete = isinstance(env.action_space, gym.spaces.Discrete)
+    fits = tuple(example.shape[1:]) == env.observation_space.shape
+    fits = fits and action.numel() == math.prod(env.action_space.shape or ())
+    if not fits or is_discrete == action.is_floating_point():
+        asked = f"observes {env.observation_space.shape} and takes {env.action_space}"
+        fail(f"{env_id} {asked}; the policy maps {tuple(example.shape[1:])} to {tuple(action.shape)} {action.dtype}.")
+    if args.video:
+        folder = str(args.policy.parent / "videos")
+        name = f"seed{args.seed}"
+        try:
+            with warnings.catch_warnings(action="ignore"):  # the folder exists
+                env = gym.wrappers.RecordVideo(env, folder, episode_trigger=lambda _: True, name_prefix=name)
+        except (gym.error.Error, OSError) as error:
+            fail(f"cannot write to {folder}: {error}")
+
+    returns, lengths = [], []
+    seeds = np.random.SeedSequence([PLAY, args.seed]).generate_state(args.episodes) // 2  # below 2^31, for EnvPool
+    for i, seed in enumerate(seeds.tolist()):
+        return_, length = play_episode(policy, example.dtype, env, seed)
+        print(f"episode {i + 1}: return {return_:.2f}, {length} steps")
+        returns.append(return_)
+        lengths.append(length)
+    env.close()
+    result = {"policy": str(args.policy), "script": card["script"], "env_id": env_id, "seed": args.seed}
+    result |= {"mean": float(np.mean(returns)), "std": float(np.std(returns))}
+    result |= {"returns": returns, "lengths": lengths}
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    play(tyro.cli(Args))
