@@ -185,7 +185,8 @@ def play(args: Args) -> dict:
         except (gym.error.Error, OSError) as error:
             fail(f"cannot write to {folder}: {error}")
 
-    returns, lengths = [], []
+    returns = []
+    lengths = []
     seeds = np.random.SeedSequence([PLAY, args.seed]).generate_state(args.episodes) // 2  # below 2^31, for EnvPool
     for i, seed in enumerate(seeds.tolist()):
         return_, length = play_episode(policy, example.dtype, env, seed)

@@ -34,7 +34,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-if "OMP_WAIT_POLICY" not in os.environ:  # before torch is loaded: idle threads wait briefly, then sleep
+if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: idle threads spin briefly, then sleep
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import numpy as np
 import torch
@@ -101,7 +101,8 @@ def check_numbers(args: Args):
     """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            least = int(type(value) is int and name not in ("seed", "learning_starts", "checkpoint_interval"))
+            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
+            least = 0 if may_be_zero else 1
             is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
             if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
                 limits = "between 0 and 1" if is_share else f"at least {least} and finite"
@@ -260,7 +261,7 @@ def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter
             writer = SummaryWriter(run_dir, flush_secs=10)  # a rank that loses the others ends at once
             (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))
     except Exception as error:
-        fail(f"cannot use {device}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
+        fail(f"cannot use {device}, the folder {run_dir} or wandb: {error!s:.300}")
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=args.timeout)))
     # after a restart by torchrun, the store still holds the addresses of the ranks before
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -306,7 +307,7 @@ def advantage_moments(batch: dict[str, Tensor], minibatches: Tensor) -> Tensor:
 
 
 def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
-    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. None if it fails."""
+    """Replaces checkpoint.pt; the one before becomes checkpoint.old. Returns the path, or None if it fails."""
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
@@ -323,14 +324,15 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     except (OSError, RuntimeError) as error:
         print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
         new.unlink(missing_ok=True)
+        return None
 
 
 def load_checkpoint(args: Args, made_by: list) -> dict:
-    """The checkpoint that --resume names; it must be whole, and of the same script, env and sizes."""
+    """The checkpoint that --resume names, of the same script, env and sizes; "auto" leads to the newest, or to {}."""
     paths = [Path(args.resume)]
     if args.resume == "auto":
-        runs = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__*")
-        paths = [path for name in ("pt", "old") for path in Path("runs").glob(f"{runs}/checkpoint.{name}")]
+        folders = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__*")
+        paths = [path for name in ("pt", "old") for path in Path("runs").glob(f"{folders}/checkpoint.{name}")]
         paths.sort(key=os.path.getmtime, reverse=True)
     for path in paths:
         try:
@@ -340,7 +342,7 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
                 return saved
             message = f"{path} is damaged, or of {saved['made_by']} and not of {made_by}"
         except Exception as error:  # a damaged file may lead to any
-            message = f"{path} cannot be read: {(str(error) or repr(error)).splitlines()[0]}"
+            message = f"{path} cannot be read: {error!r:.300}"
         if args.resume != "auto":
             fail(f"--resume: {message}.")
         print(f"warning: {message}.", file=sys.stderr)
@@ -348,26 +350,26 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
 
 
 def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
+    """Logs and returns the metrics. A mark is (seconds, env steps): one of the start, then one of each report."""
     global_step = marks[-1][1]
     norms = torch._foreach_norm([p.detach() for p in parameters.values()])
-    watched = {f"losses/{name}": loss for name, loss in losses.items()}
-    watched |= {f"parameter {name}": norm for name, norm in zip(parameters, norms)}
-    watched = dict(zip(watched, torch.stack(list(watched.values())).tolist()))
-    metrics = {name: watched[f"losses/{name}"] for name in losses}
+    names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the only sync in here
+    metrics = dict(zip(losses, values))
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
-    for name, value in watched.items():
+    for name, value in zip(names, values):
         if not math.isfinite(value):
             progress.close()
             writer.close()
-            is_finite = all(x.isfinite().all() for x in data)
-            advice = "a smaller learning rate may help" if is_finite else "so is an observation, a reward or an action"
+            advice = "a smaller learning rate may help"
+            if not all(x.isfinite().all() for x in data):
+                advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. The last checkpoint is kept.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
-    # compilation, capture and cold caches: how much longer the warm-up took than the same steps take now
+    # compilation, capture, cold caches: how much longer the warm-up took than as many steps take now
     metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
     metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
     writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
@@ -386,11 +388,10 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
             writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
         writer.close()
         if args.save_model:
-            torch.compiler.set_stance("default")
-            for p in policy.requires_grad_(False).parameters():  # a view would be saved with its whole storage
-                p.data = p.detach().clone(memory_format=torch.contiguous_format)
+            for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
+                p.data = p.clone(memory_format=torch.contiguous_format)
             shapes = ({0: torch.export.Dim("rows")},)
-            program = torch.export.export(policy.cpu(), (obs,), dynamic_shapes=shapes)
+            program = torch.export.export(policy, (obs,), dynamic_shapes=shapes)
             card = {"card.json": json.dumps(summary, indent=2)}
             torch.export.save(program, run_dir / "new.pt2", extra_files=card)
             (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
@@ -526,6 +527,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     progress = tqdm(total=num_iterations * iteration_size, initial=global_step, unit="step", disable=rank > 0)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     marks = [(time.perf_counter(), global_step)]
+    interval = args.checkpoint_interval or math.inf
+    saved_at = global_step
     for iteration in range(first_iteration, num_iterations):
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel noise
         games = []
@@ -580,16 +583,16 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
 
         # save
-        interval = args.checkpoint_interval or math.inf
-        if stopped or marks[-1][1] // interval > marks[-2][1] // interval:
+        if stopped or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
             kept |= {"last_returns": list(last_returns)}
             kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             if rank == 0:
                 save_checkpoint(run_dir, kept)
+            saved_at = global_step
             start_anew(iteration + 1)
-        if stopped:
-            break
+            if stopped:
+                break
 
     if rank == 0:
         network = AtariAgent(num_actions)  # not compiled

@@ -18,7 +18,6 @@ Differences from CleanRL's script of the same name:
 3. All envs share one normalizer of observations and one of rewards.
 """
 
-import difflib
 import json
 import math
 import os
@@ -92,7 +91,8 @@ def check_numbers(args: Args):
     """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            least = int(type(value) is int and name not in ("seed", "learning_starts", "checkpoint_interval"))
+            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
+            least = 0 if may_be_zero else 1
             is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
             if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
                 limits = "between 0 and 1" if is_share else f"at least {least} and finite"
@@ -100,13 +100,12 @@ def check_numbers(args: Args):
 
 
 def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
-    """Makes an env that observes flat vectors and records episode returns; fails if it has other actions or images."""
+    """Makes an env that observes flat vectors and records episode returns; fails on images and on other actions."""
     try:
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
             env = gym.make(env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
-        near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
-        fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
+        fail(f"cannot make the env {env_id!r}: {error}")  # the error names similar envs
     space = env.observation_space
     shape = space.shape or ()  # dicts and sequences have none
     is_image = len(shape) > 2 or (len(shape) == 2 and space.dtype == np.uint8)
@@ -286,7 +285,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True)
     except Exception as error:
-        fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
+        fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {error!s:.300}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
@@ -301,7 +300,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
 
 
 def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
-    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. None if it fails."""
+    """Replaces checkpoint.pt; the one before becomes checkpoint.old. Returns the path, or None if it fails."""
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
@@ -318,14 +317,15 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     except (OSError, RuntimeError) as error:
         print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
         new.unlink(missing_ok=True)
+        return None
 
 
 def load_checkpoint(args: Args, made_by: list) -> dict:
-    """The checkpoint that --resume names; it must be whole, and of the same script, env and sizes."""
+    """The checkpoint that --resume names, of the same script, env and sizes; "auto" leads to the newest, or to {}."""
     paths = [Path(args.resume)]
     if args.resume == "auto":
-        runs = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__*")
-        paths = [path for name in ("pt", "old") for path in Path("runs").glob(f"{runs}/checkpoint.{name}")]
+        folders = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__*")
+        paths = [path for name in ("pt", "old") for path in Path("runs").glob(f"{folders}/checkpoint.{name}")]
         paths.sort(key=os.path.getmtime, reverse=True)
     for path in paths:
         try:
@@ -335,7 +335,7 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
                 return saved
             message = f"{path} is damaged, or of {saved['made_by']} and not of {made_by}"
         except Exception as error:  # a damaged file may lead to any
-            message = f"{path} cannot be read: {(str(error) or repr(error)).splitlines()[0]}"
+            message = f"{path} cannot be read: {error!r:.300}"
         if args.resume != "auto":
             fail(f"--resume: {message}.")
         print(f"warning: {message}.", file=sys.stderr)
@@ -343,26 +343,26 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
 
 
 def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
+    """Logs and returns the metrics. A mark is (seconds, env steps): one of the start, then one of each report."""
     global_step = marks[-1][1]
     norms = torch._foreach_norm([p.detach() for p in parameters.values()])
-    watched = {f"losses/{name}": loss for name, loss in losses.items()}
-    watched |= {f"parameter {name}": norm for name, norm in zip(parameters, norms)}
-    watched = dict(zip(watched, torch.stack(list(watched.values())).tolist()))
-    metrics = {name: watched[f"losses/{name}"] for name in losses}
+    names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the only sync in here
+    metrics = dict(zip(losses, values))
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
-    for name, value in watched.items():
+    for name, value in zip(names, values):
         if not math.isfinite(value):
             progress.close()
             writer.close()
-            is_finite = all(x.isfinite().all() for x in data)
-            advice = "a smaller learning rate may help" if is_finite else "so is an observation, a reward or an action"
+            advice = "a smaller learning rate may help"
+            if not all(x.isfinite().all() for x in data):
+                advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. The last checkpoint is kept.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
-    # compilation, capture and cold caches: how much longer the warm-up took than the same steps take now
+    # compilation, capture, cold caches: how much longer the warm-up took than as many steps take now
     metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
     metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
     writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
@@ -381,11 +381,10 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
             writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
         writer.close()
         if args.save_model:
-            torch.compiler.set_stance("default")
-            for p in policy.requires_grad_(False).parameters():  # a view would be saved with its whole storage
-                p.data = p.detach().clone(memory_format=torch.contiguous_format)
+            for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
+                p.data = p.clone(memory_format=torch.contiguous_format)
             shapes = ({0: torch.export.Dim("rows")},)
-            program = torch.export.export(policy.cpu(), (obs,), dynamic_shapes=shapes)
+            program = torch.export.export(policy, (obs,), dynamic_shapes=shapes)
             card = {"card.json": json.dumps(summary, indent=2)}
             torch.export.save(program, run_dir / "new.pt2", extra_files=card)
             (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
@@ -420,7 +419,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     raw_obs = np.zeros((N, obs_dim))
     for i, env in enumerate(envs):
-        raw_obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # only here; later resets continue the env's stream
+        raw_obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # later resets continue the env's stream
     reward, discounted_return = np.zeros((2, N))
     terminated, truncated, done = np.zeros((3, N), bool)
     obs_stats = RunningMeanStd(obs_dim)
@@ -476,7 +475,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     )
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     marks = [(time.perf_counter(), global_step)]
+    interval = args.checkpoint_interval or math.inf
+    saved_at = global_step
     path = None  # of the newest checkpoint
+    stopped_by = None  # the number of a signal
     for iteration in range(first_iteration, num_iterations):
         noise = torch.randn(T, N, action_dim, device=device)
         for t in range(T):
@@ -524,24 +526,24 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
 
         # save
-        interval = args.checkpoint_interval or math.inf
-        if signals or marks[-1][1] // interval > marks[-2][1] // interval:
+        if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
             kept |= {"last_returns": list(last_returns), "discounted_return": torch.as_tensor(discounted_return)}
             kept |= {name: learner.state_dict() for name, learner in learners.items()}
             path = save_checkpoint(run_dir, kept)
+            saved_at = global_step
             start_anew(iteration + 1)
-        if signals:
-            break
+            if signals:
+                stopped_by = signals[0]
+                break
 
-    stopped_by = list(signals)  # a signal that comes later interrupts nothing
     policy = NormalizedActor(agent, obs_stats, action_space.low, action_space.high)
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, policy, torch.zeros(2, obs_dim))
     for resource in (progress, *envs):
         resource.close()
     if stopped_by:
         print("to go on: python", shlex.join(sys.argv), "--resume", path or "auto", file=sys.stderr)
-        sys.exit(128 + stopped_by[0])
+        sys.exit(128 + stopped_by)
     return metrics
 
 

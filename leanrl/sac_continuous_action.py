@@ -12,14 +12,13 @@ Paper: Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905, whose equations a
 Fast twin: sac_continuous_action_torchcompile.py. `diff -u` the two files to see what makes it faster.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = size of an action.
 Differences from CleanRL's script of the same name:
-1. The loop is act, learn, step, store, so a new transition can be sampled one step later than in CleanRL.
+1. The loop is act, learn, step, store, so a new transition can be sampled only one step later than in CleanRL.
 2. Each observation is stored once. The step in which an env resets itself gets weight 0 in every loss.
 3. With several envs there is one update per env step, not one per step of all envs.
 4. The temperature reuses the log-probabilities of the actor's loss instead of sampling actions again.
 """
 
 import copy
-import difflib
 import json
 import math
 import os
@@ -35,7 +34,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-if "OMP_WAIT_POLICY" not in os.environ:  # before torch is loaded: idle threads wait briefly, then sleep
+if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: idle threads spin briefly, then sleep
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import gymnasium as gym
 import numpy as np
@@ -46,7 +45,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 REPORT_INTERVAL = 500  # env steps between two reports
-SAC_LOSSES = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss", "alpha", "alpha_loss")
 WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
@@ -93,7 +91,8 @@ def check_numbers(args: Args):
     """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            least = int(type(value) is int and name not in ("seed", "learning_starts", "checkpoint_interval"))
+            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
+            least = 0 if may_be_zero else 1
             is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
             if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
                 limits = "between 0 and 1" if is_share else f"at least {least} and finite"
@@ -101,13 +100,12 @@ def check_numbers(args: Args):
 
 
 def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
-    """Makes an env that observes flat vectors and records episode returns; fails if it has other actions or images."""
+    """Makes an env that observes flat vectors and records episode returns; fails on images and on other actions."""
     try:
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
             env = gym.make(env_id)
     except (gym.error.Error, ImportError, ValueError) as error:
-        near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
-        fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
+        fail(f"cannot make the env {env_id!r}: {error}")  # the error names similar envs
     space = env.observation_space
     shape = space.shape or ()  # dicts and sequences have none
     is_image = len(shape) > 2 or (len(shape) == 2 and space.dtype == np.uint8)
@@ -155,14 +153,14 @@ class GaussianActor(nn.Module):
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:  # (.., O) -> (.., A), (..)
         """Samples actions and returns them with their log-probabilities (appendix C).
 
-        u ~ N(mean, std), a = tanh(u), log p(a) = log p(u) - log(1 - tanh(u)^2)
+        u ~ N(mean, std), a = scale * tanh(u) + center, log p(a) = log p(u) - log(scale) - log(1 - tanh(u)^2)
         """
         mean, logstd = self.layers(obs).chunk(2, dim=-1)
         logstd = -1.5 + 3.5 * logstd.tanh()  # within -5 .. 2
         noise = torch.randn_like(mean)
         u = mean + logstd.exp() * noise
         logprob = -0.5 * noise**2 - logstd - 0.5 * math.log(2 * math.pi) - self.scale.log()
-        logprob = logprob - 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))  # stable form of the last term
+        logprob = logprob - 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))  # log(1 - tanh(u)^2), stable
         return u.tanh() * self.scale + self.center, logprob.sum(-1)
 
 
@@ -194,8 +192,8 @@ class Critic(nn.Module):
 def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.device) -> Tensor:
     """Zeros (C, N, row_size) with room for `buffer_size` transitions; fails if the memory does not suffice.
 
-    Row t % C holds the observation at time t, and the action, reward, terminated and valid of the step that led to it.
-    A transition is therefore a pair of neighbouring rows, and no observation is stored twice.
+    C is a number of time steps. Row t % C holds the observation at time t, and the action, reward, terminated and valid
+    of the step that led to it. A transition is a pair of neighbouring rows, and no observation is stored twice.
     """
     rows = max(buffer_size // num_envs, 1) + 1
     needed = 4 * rows * num_envs * row_size
@@ -215,14 +213,14 @@ def split_row(row, obs_dim: int):
 def sample(ring: Tensor, newest, pairs, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
     """A batch of transitions, drawn uniformly from the last `pairs` pairs of rows up to time `newest`."""
     rows, num_envs, _ = ring.shape
-    # three draws each, in float64 since float32 would miss rows; the first that is no reset of an env is taken
+    # Three draws for each place in the batch, in float64, since float32 would miss rows of a large ring.
     draws = (torch.rand(3, batch_size, dtype=torch.float64, device=ring.device) * (pairs * num_envs)).long()
-    valid = ring[(newest - draws // num_envs) % rows, draws % num_envs, -1]
-    draw = draws.gather(0, valid.argmax(0, keepdim=True))[0]
-    time = newest - draw // num_envs
-    env = draw % num_envs
-    obs = ring[(time - 1) % rows, env, :obs_dim]
-    next_obs, action, reward, terminated, valid = split_row(ring[time % rows, env], obs_dim)
+    is_valid = ring[(newest - draws // num_envs) % rows, draws % num_envs, -1]  # (3, B); 0: an env reset itself
+    draw = draws.gather(0, is_valid.argmax(0, keepdim=True))[0]  # (B,), the first valid one
+    t = newest - draw // num_envs
+    i = draw % num_envs
+    obs = ring[(t - 1) % rows, i, :obs_dim]
+    next_obs, action, reward, terminated, valid = split_row(ring[t % rows, i], obs_dim)
     batch = {"obs": obs, "action": action, "reward": reward, "next_obs": next_obs, "terminated": terminated}
     return batch | {"weight": valid / valid.sum().clamp(min=1)}  # 0 where all three are resets
 
@@ -251,7 +249,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True)
     except Exception as error:
-        fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {str(error).splitlines()[0]}")
+        fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {error!s:.300}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
@@ -266,7 +264,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
 
 
 def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
-    """Replaces checkpoint.pt in one step; the one before becomes checkpoint.old. None if it fails."""
+    """Replaces checkpoint.pt; the one before becomes checkpoint.old. Returns the path, or None if it fails."""
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
@@ -283,14 +281,15 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     except (OSError, RuntimeError) as error:
         print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
         new.unlink(missing_ok=True)
+        return None
 
 
 def load_checkpoint(args: Args, made_by: list) -> dict:
-    """The checkpoint that --resume names; it must be whole, and of the same script, env and sizes."""
+    """The checkpoint that --resume names, of the same script, env and sizes; "auto" leads to the newest, or to {}."""
     paths = [Path(args.resume)]
     if args.resume == "auto":
-        runs = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__*")
-        paths = [path for name in ("pt", "old") for path in Path("runs").glob(f"{runs}/checkpoint.{name}")]
+        folders = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__*")
+        paths = [path for name in ("pt", "old") for path in Path("runs").glob(f"{folders}/checkpoint.{name}")]
         paths.sort(key=os.path.getmtime, reverse=True)
     for path in paths:
         try:
@@ -300,7 +299,7 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
                 return saved
             message = f"{path} is damaged, or of {saved['made_by']} and not of {made_by}"
         except Exception as error:  # a damaged file may lead to any
-            message = f"{path} cannot be read: {(str(error) or repr(error)).splitlines()[0]}"
+            message = f"{path} cannot be read: {error!r:.300}"
         if args.resume != "auto":
             fail(f"--resume: {message}.")
         print(f"warning: {message}.", file=sys.stderr)
@@ -308,26 +307,26 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
 
 
 def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; reading the losses is the only sync. marks are (seconds, env steps) of reports."""
+    """Logs and returns the metrics. A mark is (seconds, env steps): one of the start, then one of each report."""
     global_step = marks[-1][1]
     norms = torch._foreach_norm([p.detach() for p in parameters.values()])
-    watched = {f"losses/{name}": loss for name, loss in losses.items()}
-    watched |= {f"parameter {name}": norm for name, norm in zip(parameters, norms)}
-    watched = dict(zip(watched, torch.stack(list(watched.values())).tolist()))
-    metrics = {name: watched[f"losses/{name}"] for name in losses}
+    names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the only sync in here
+    metrics = dict(zip(losses, values))
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
-    for name, value in watched.items():
+    for name, value in zip(names, values):
         if not math.isfinite(value):
             progress.close()
             writer.close()
-            is_finite = all(x.isfinite().all() for x in data)
-            advice = "a smaller learning rate may help" if is_finite else "so is an observation, a reward or an action"
+            advice = "a smaller learning rate may help"
+            if not all(x.isfinite().all() for x in data):
+                advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. The last checkpoint is kept.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
-    # compilation, capture and cold caches: how much longer the warm-up took than the same steps take now
+    # compilation, capture, cold caches: how much longer the warm-up took than as many steps take now
     metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
     metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
     writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
@@ -346,11 +345,10 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
             writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
         writer.close()
         if args.save_model:
-            torch.compiler.set_stance("default")
-            for p in policy.requires_grad_(False).parameters():  # a view would be saved with its whole storage
-                p.data = p.detach().clone(memory_format=torch.contiguous_format)
+            for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
+                p.data = p.clone(memory_format=torch.contiguous_format)
             shapes = ({0: torch.export.Dim("rows")},)
-            program = torch.export.export(policy.cpu(), (obs,), dynamic_shapes=shapes)
+            program = torch.export.export(policy, (obs,), dynamic_shapes=shapes)
             card = {"card.json": json.dumps(summary, indent=2)}
             torch.export.save(program, run_dir / "new.pt2", extra_files=card)
             (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
@@ -387,7 +385,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)
     truncated = np.zeros(N, bool)
     for i, env in enumerate(envs):
-        obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # only here; later resets continue the env's stream
+        obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # later resets continue the env's stream
     ring = replay_ring(args.buffer_size, *row.shape, device)
     ring[0] = row
 
@@ -419,6 +417,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             learner.load_state_dict(saved[name])
         log_alpha.data.copy_(saved["log_alpha"])
         ring[: len(saved["replay"])] = saved["replay"]
+        if not args.autotune:
+            log_alpha.data.fill_(math.log(alpha))  # what the flags say now
         start_anew(first_step)
 
     def learn_critics() -> tuple[dict, dict]:
@@ -460,27 +460,21 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             losses["alpha_loss"] = alpha_loss.detach()
         return losses
 
-    def update() -> Tensor:
-        losses, _ = learn_critics()
-        return torch.stack(list(losses.values()))
-
-    def update_with_actor() -> Tensor:
-        losses, batch = learn_critics()
-        for _ in range(args.policy_frequency):
-            losses |= learn_actor(batch)
-        return torch.stack(list(losses.values()))
-
     progress = tqdm(total=total_steps * N, initial=first_step * N, unit="step", desc=args.exp_name, dynamic_ncols=True)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     losses = {}
     updates = saved.get("updates", 0)
     global_step = first_step * N
     marks = [(time.perf_counter(), global_step)]
+    interval = args.checkpoint_interval or math.inf
+    saved_at = global_step
     path = None  # of the newest checkpoint
+    stopped_by = None  # the number of a signal
     for step in range(first_step, total_steps):
-        # act
         if step == random_steps:
             marks = [(time.perf_counter(), global_step)]  # the clock starts anew with learning
+
+        # act
         if step >= random_steps:
             with torch.no_grad():
                 action, _ = actor(ring[step % len(ring), :, :obs_dim])
@@ -490,10 +484,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # learn
         for _ in range(N if step >= random_steps else 0):
             updates += 1
-            if updates % args.policy_frequency == 0:
-                losses |= dict(zip(SAC_LOSSES, update_with_actor()))
-            else:
-                losses |= dict(zip(SAC_LOSSES, update()))
+            critic_losses, batch = learn_critics()
+            losses |= critic_losses
+            due = updates % args.policy_frequency == 0
+            for _ in range(args.policy_frequency if due else 0):
+                losses |= learn_actor(batch)
 
         # step and store
         env_action = action.cpu().numpy().reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
@@ -507,31 +502,32 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         ring[(step + 1) % len(ring)] = row
 
         # report
-        if global_step % REPORT_INTERVAL >= N and step + 1 < total_steps and not signals:
+        is_due = global_step % REPORT_INTERVAL < N  # a multiple was passed in this step
+        if not (is_due or step + 1 == total_steps or signals):
             continue
         marks.append((time.perf_counter(), global_step))
         metrics = report(losses, parameters, [ring], last_returns, marks, writer, progress)
 
         # save
-        interval = args.checkpoint_interval or math.inf
-        if signals or marks[-1][1] // interval > marks[-2][1] // interval:
+        if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "step": step + 1, "global_step": global_step, "updates": updates}
             kept["last_returns"] = list(last_returns)
-            kept["replay"] = ring[: step + 2].cpu().clone()  # as far as it is filled
+            kept["replay"] = ring[: step + 2].cpu().clone()  # a view would be saved with the whole ring
             kept |= {name: learner.state_dict() for name, learner in learners.items()}
             kept["log_alpha"] = log_alpha.detach()
             path = save_checkpoint(run_dir, kept)
+            saved_at = global_step
             start_anew(step + 1)
-        if signals:
-            break
+            if signals:
+                stopped_by = signals[0]
+                break
 
-    stopped_by = list(signals)  # a signal that comes later interrupts nothing
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, GreedyActor(actor), torch.zeros(2, obs_dim))
     for resource in (progress, *envs):
         resource.close()
     if stopped_by:
         print("to go on: python", shlex.join(sys.argv), "--resume", path or "auto", file=sys.stderr)
-        sys.exit(128 + stopped_by[0])
+        sys.exit(128 + stopped_by)
     return metrics
 
 

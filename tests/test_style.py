@@ -25,17 +25,16 @@ def levels(node: ast.AST) -> int:
     return deepest
 
 
-@pytest.mark.parametrize("name", ALL_SCRIPTS)
+@pytest.mark.parametrize("name", [*ALL_SCRIPTS, "play"])
 def test_a_script_can_be_read_in_ten_minutes(name):
-    lines = source(name).splitlines()
-    widths = sorted(len(line) for line in lines if line.strip())
-    assert len(lines) <= (641 if name.endswith(SPECIAL) else 560)
+    widths = sorted(len(line) for line in source(name).splitlines() if line.strip())
+    assert len(widths) <= (560 if name.endswith(SPECIAL) else 480)  # lines that are not empty
     assert widths[-1] <= 120
     assert widths[len(widths) * 9 // 10] <= 106
     assert len(ast.get_docstring(ast.parse(source(name))).splitlines()) <= 14
 
 
-@pytest.mark.parametrize("name", ALL_SCRIPTS)
+@pytest.mark.parametrize("name", [*ALL_SCRIPTS, "play"])
 def test_a_line_holds_one_thought(name):
     """A tuple stands on the left only where the right side is one thing, and no expression is a statement."""
     tree = ast.parse(source(name))
@@ -45,15 +44,15 @@ def test_a_line_holds_one_thought(name):
     assert not [ast.unparse(node) for node in of_tuples if isinstance(node.value, ast.Tuple)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr):
-            assert isinstance(node.value, (ast.Call, ast.Constant)), ast.unparse(node)
-    (train,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train"]
-    assert levels(train) <= 3
+            assert isinstance(node.value, (ast.Call, ast.Constant, ast.Yield, ast.YieldFrom)), ast.unparse(node)
+    main = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in ("train", "play")]
+    assert levels(main[0]) <= 3
 
 
 FRAGMENT = re.compile(r"(of|with|and|or|in|until|for|from|to|by|as|than|that|which|but)\b", re.IGNORECASE)
 
 
-@pytest.mark.parametrize("name", ALL_SCRIPTS)
+@pytest.mark.parametrize("name", [*ALL_SCRIPTS, "play"])
 def test_every_help_text_stands_alone(name):
     """tyro takes the comment behind a field, if it stands on the same line; tags of the twins are not for --help."""
     for field in fields(load(name).Args):
