@@ -280,13 +280,23 @@ def convolve_last_layer(trunk: nn.Sequential):  # perf[conv]
     linear.forward = lambda x: nn.functional.conv2d(x, linear.weight, linear.bias).flatten(1)
 
 
-def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
-    """Seeds PyTorch, picks the device, and makes the run folder with its TensorBoard writer (W&B follows it)."""
-    device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+def pick_device(args: Args) -> torch.device:
+    """The device that the flags name; fails if it cannot be used."""
+    default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.zeros((), device=args.device or default).device
+    except Exception as error:
+        fail(f"cannot use the device {args.device or default}: {error!s:.300}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def start_run(args: Args) -> tuple[Path, SummaryWriter]:
+    """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     try:
-        device = torch.zeros((), device=device_name).device
         run_dir.mkdir(parents=True)  # fails if another run has it
         if args.track:
             import wandb  # an optional dependency
@@ -294,9 +304,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True)
     except Exception as error:
-        fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {error!s:.300}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
     torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -305,7 +313,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     writer = SummaryWriter(run_dir, flush_secs=10)
     writer.add_text("args", json.dumps(asdict(args), indent=2))
     (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
-    return device, run_dir, writer
+    return run_dir, writer
 
 
 def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
@@ -427,7 +435,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
         sys.exit(0)
     keep_freed_memory()
-    device, run_dir, writer = start_run(args)
+    device = pick_device(args)
+    run_dir, writer = start_run(args)
     on_gpu = device.type == "cuda"
     if args.cudagraphs and not on_gpu:  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
@@ -513,7 +522,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         adam_(params.values(), [grad * scale for grad in grads.values()], *adam, lr, eps=1e-5)
         return losses
 
-    def update_epoch(permutation: Tensor) -> Tensor:
+    def update_epoch(permutation: Tensor) -> Tensor:  # perf[capture] all updates of an epoch in one graph
         for idx in permutation.split(minibatch_size):
             losses = update(idx)
         return losses
@@ -529,15 +538,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         update_epoch = CudaGraphModule(update_epoch, warmup=3)
 
     global_step = first_iteration * batch_size
-    progress = tqdm(
-        total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name, dynamic_ncols=True
-    )
+    progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     marks = [(time.perf_counter(), global_step)]
     interval = args.checkpoint_interval or math.inf
     saved_at = global_step
-    path = None  # of the newest checkpoint
-    stopped_by = None  # the number of a signal
+    path = stopped_by = None  # the newest checkpoint, and a signal
     for iteration in range(first_iteration, num_iterations):
         remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
         learning_rate = args.learning_rate * remaining

@@ -271,13 +271,23 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
 
 
-def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
-    """Seeds PyTorch, picks the device, and makes the run folder with its TensorBoard writer (W&B follows it)."""
-    device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+def pick_device(args: Args) -> torch.device:
+    """The device that the flags name; fails if it cannot be used."""
+    default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.zeros((), device=args.device or default).device
+    except Exception as error:
+        fail(f"cannot use the device {args.device or default}: {error!s:.300}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def start_run(args: Args) -> tuple[Path, SummaryWriter]:
+    """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     try:
-        device = torch.zeros((), device=device_name).device
         run_dir.mkdir(parents=True)  # fails if another run has it
         if args.track:
             import wandb  # an optional dependency
@@ -285,9 +295,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True)
     except Exception as error:
-        fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {error!s:.300}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
     torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -296,7 +304,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     writer = SummaryWriter(run_dir, flush_secs=10)
     writer.add_text("args", json.dumps(asdict(args), indent=2))
     (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
-    return device, run_dir, writer
+    return run_dir, writer
 
 
 def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
@@ -414,14 +422,15 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if first_iteration >= num_iterations:
         print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
         sys.exit(0)
-    device, run_dir, writer = start_run(args)
+    device = pick_device(args)
+    run_dir, writer = start_run(args)
     torch.set_num_threads(1)  # for matrices this small, a second thread costs more than it computes
 
     raw_obs = np.zeros((N, obs_dim))
     for i, env in enumerate(envs):
         raw_obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # later resets continue the env's stream
     reward, discounted_return = np.zeros((2, N))
-    terminated, truncated, done = np.zeros((3, N), bool)
+    terminated, truncated = np.zeros((2, N), bool)
     obs_stats = RunningMeanStd(obs_dim)
     return_stats = RunningMeanStd()
     obs = torch.as_tensor(normalize_obs(obs_stats, raw_obs), dtype=torch.float32, device=device)
@@ -436,7 +445,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         for env, seed in zip(envs, seeds):
             env.reset(seed=seed)
         truncated[:] = True  # the next step resets every env
-        done[:] = True
 
     parameters = dict(agent.named_parameters())
     learners = {"agent": agent, "optimizer": optimizer, "obs_stats": obs_stats, "return_stats": return_stats}
@@ -464,21 +472,13 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         optimizer.step()
         return losses
 
-    def update_epoch(permutation: Tensor) -> Tensor:
-        for idx in permutation.split(minibatch_size):
-            losses = update(idx)
-        return losses
-
     global_step = first_iteration * batch_size
-    progress = tqdm(
-        total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name, dynamic_ncols=True
-    )
+    progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     marks = [(time.perf_counter(), global_step)]
     interval = args.checkpoint_interval or math.inf
     saved_at = global_step
-    path = None  # of the newest checkpoint
-    stopped_by = None  # the number of a signal
+    path = stopped_by = None  # the newest checkpoint, and a signal
     for iteration in range(first_iteration, num_iterations):
         noise = torch.randn(T, N, action_dim, device=device)
         for t in range(T):
@@ -493,14 +493,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             env_action = env_action.reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
 
             # step and store
-            valid = ~done  # an env whose episode has ended only resets
+            valid = ~(terminated | truncated)  # an env whose episode has ended only resets
             global_step += N
             for episode in step_envs(envs, global_step, env_action, raw_obs, reward, terminated, truncated):
                 writer.add_scalar("charts/episodic_return", episode["r"], global_step)
                 writer.add_scalar("charts/episodic_length", episode["l"], global_step)
                 last_returns.append(float(episode["r"]))
             obs = torch.as_tensor(normalize_obs(obs_stats, raw_obs), dtype=torch.float32, device=device)
-            done[:] = terminated | truncated
+            done = terminated | truncated
             scaled_reward = normalize_reward(return_stats, discounted_return, reward, terminated, valid, args.gamma)
             env_buffer[:, t] = scaled_reward, terminated, done, valid
 
@@ -515,7 +515,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         learning_rate = args.learning_rate * remaining
         optimizer.param_groups[0]["lr"] = learning_rate
         for _ in range(args.update_epochs):
-            losses = dict(zip(PPO_LOSSES, update_epoch(torch.randperm(batch_size, device=device))))
+            for idx in torch.randperm(batch_size, device=device).split(minibatch_size):
+                losses = dict(zip(PPO_LOSSES, update(idx)))
             if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                 break
 

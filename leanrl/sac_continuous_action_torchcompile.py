@@ -284,13 +284,23 @@ def multiply_in_bfloat16(layers: nn.Sequential):  # perf[bf16]
     linear.forward = lambda x: product(x.bfloat16(), linear.weight.bfloat16()).to(linear.bias.dtype) + linear.bias
 
 
-def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
-    """Seeds PyTorch, picks the device, and makes the run folder with its TensorBoard writer (W&B follows it)."""
-    device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+def pick_device(args: Args) -> torch.device:
+    """The device that the flags name; fails if it cannot be used."""
+    default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.zeros((), device=args.device or default).device
+    except Exception as error:
+        fail(f"cannot use the device {args.device or default}: {error!s:.300}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def start_run(args: Args) -> tuple[Path, SummaryWriter]:
+    """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     try:
-        device = torch.zeros((), device=device_name).device
         run_dir.mkdir(parents=True)  # fails if another run has it
         if args.track:
             import wandb  # an optional dependency
@@ -298,9 +308,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True)
     except Exception as error:
-        fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {error!s:.300}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
     torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -309,7 +317,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     writer = SummaryWriter(run_dir, flush_secs=10)
     writer.add_text("args", json.dumps(asdict(args), indent=2))
     (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
-    return device, run_dir, writer
+    return run_dir, writer
 
 
 def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
@@ -426,7 +434,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if first_step >= total_steps:
         print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
         sys.exit(0)
-    device, run_dir, writer = start_run(args)
+    device = pick_device(args)
+    ring = replay_ring(args.buffer_size, N, obs_dim + action_dim + 3, device)
+    run_dir, writer = start_run(args)
     on_gpu = device.type == "cuda"
     if args.cudagraphs and not on_gpu:  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
@@ -442,7 +452,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     truncated = np.zeros(N, bool)
     for i, env in enumerate(envs):
         obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # later resets continue the env's stream
-    ring = replay_ring(args.buffer_size, *row.shape, device)
     newest = torch.full((), -1, device=device)  # perf[ring] time of the newest row
 
     actor = GaussianActor(obs_dim, low, high).to(device)
@@ -526,8 +535,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             losses["alpha_loss"] = alpha_loss.detach()
         return losses
 
-    # perf[capture] a graph is a function that returns one tensor: the losses, stacked
-    def update() -> Tensor:
+    def update() -> Tensor:  # perf[capture] a graph is a function with one result: all losses, stacked
         losses, _ = learn_critics()
         return torch.stack(list(losses.values()))
 
@@ -546,8 +554,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     def explore():  # as act(), but for random actions; it is called too seldom to be captured
         insert_(ring, newest, row[None].to(device, non_blocking=True))
-        action = low + (high - low) * torch.rand(N, action_dim, device=device)
-        host_action.copy_(action, non_blocking=True)
+        host_action.copy_(low + (high - low) * torch.rand(N, action_dim, device=device), non_blocking=True)
 
     if args.bf16:
         for network in (actor, critics[0]):
@@ -564,7 +571,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         update_with_actor = CudaGraphModule(update_with_actor, warmup=3)
     acted = torch.cuda.Event() if on_gpu else torch.cpu.Event()  # perf[overlap] the latter does nothing
 
-    progress = tqdm(total=total_steps * N, initial=first_step * N, unit="step", desc=args.exp_name, dynamic_ncols=True)
+    progress = tqdm(total=total_steps * N, initial=first_step * N, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     losses = {}
     updates = saved.get("updates", 0)
@@ -572,8 +579,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     marks = [(time.perf_counter(), global_step)]
     interval = args.checkpoint_interval or math.inf
     saved_at = global_step
-    path = None  # of the newest checkpoint
-    stopped_by = None  # the number of a signal
+    path = stopped_by = None  # the newest checkpoint, and a signal
     for step in range(first_step, total_steps):
         if step == random_steps:
             marks = [(time.perf_counter(), global_step)]  # the clock starts anew with learning
@@ -594,7 +600,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 losses |= dict(zip(SAC_LOSSES, update()))
         acted.synchronize()  # perf[overlap] wait for act() alone: the GPU learns while the envs step
 
-        # step and store
+        # step; perf[ring] act() and explore() store the row, at the start of the next step
         env_action = host_action.numpy().reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
         row_action[:] = env_action.reshape(N, action_dim)
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
@@ -603,17 +609,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             writer.add_scalar("charts/episodic_return", episode["r"], global_step)
             writer.add_scalar("charts/episodic_length", episode["l"], global_step)
             last_returns.append(float(episode["r"]))
-        # perf[ring] act() and explore() store the row, at the start of the next step
 
         # report
-        is_due = global_step % REPORT_INTERVAL < N  # a multiple was passed in this step
-        if not (is_due or step + 1 == total_steps or signals):
+        if not (global_step % REPORT_INTERVAL < N or step + 1 == total_steps or signals):
             continue
         marks.append((time.perf_counter(), global_step))
         metrics = report(losses, parameters, [ring], last_returns, marks, writer, progress)
-        # perf[guards] both updates are compiled by now: skip the guards
         if args.compile and "actor_loss" in losses and len(marks) > 2:
-            torch.compiler.set_stance(skip_guard_eval_unsafe=True)
+            torch.compiler.set_stance(skip_guard_eval_unsafe=True)  # perf[guards] both updates are compiled by now
 
         # save
         if signals or global_step // interval > saved_at // interval:

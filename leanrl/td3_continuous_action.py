@@ -217,13 +217,23 @@ def smooth(action: Tensor, actor: Actor, args: Args) -> Tensor:
     return (action + actor.scale * noise).clamp(actor.center - actor.scale, actor.center + actor.scale)
 
 
-def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
-    """Seeds PyTorch, picks the device, and makes the run folder with its TensorBoard writer (W&B follows it)."""
-    device_name = args.device or ("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+def pick_device(args: Args) -> torch.device:
+    """The device that the flags name; fails if it cannot be used."""
+    default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.zeros((), device=args.device or default).device
+    except Exception as error:
+        fail(f"cannot use the device {args.device or default}: {error!s:.300}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def start_run(args: Args) -> tuple[Path, SummaryWriter]:
+    """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     try:
-        device = torch.zeros((), device=device_name).device
         run_dir.mkdir(parents=True)  # fails if another run has it
         if args.track:
             import wandb  # an optional dependency
@@ -231,9 +241,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True)
     except Exception as error:
-        fail(f"cannot use the device {device_name}, the folder {run_dir} or wandb: {error!s:.300}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
     torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -242,7 +250,7 @@ def start_run(args: Args) -> tuple[torch.device, Path, SummaryWriter]:
     writer = SummaryWriter(run_dir, flush_secs=10)
     writer.add_text("args", json.dumps(asdict(args), indent=2))
     (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
-    return device, run_dir, writer
+    return run_dir, writer
 
 
 def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
@@ -358,7 +366,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if first_step >= total_steps:
         print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
         sys.exit(0)
-    device, run_dir, writer = start_run(args)
+    device = pick_device(args)
+    ring = replay_ring(args.buffer_size, N, obs_dim + action_dim + 3, device)
+    run_dir, writer = start_run(args)
     low = torch.as_tensor(action_space.low.ravel(), dtype=torch.float32, device=device)
     high = torch.as_tensor(action_space.high.ravel(), dtype=torch.float32, device=device)
 
@@ -368,7 +378,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     truncated = np.zeros(N, bool)
     for i, env in enumerate(envs):
         obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # later resets continue the env's stream
-    ring = replay_ring(args.buffer_size, *row.shape, device)
     ring[0] = row
 
     actor = Actor(obs_dim, low, high).to(device)
@@ -427,7 +436,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             torch._foreach_lerp_(list(critics_target.parameters()), list(critics.parameters()), args.tau)
         return {"actor_loss": loss.detach()}
 
-    progress = tqdm(total=total_steps * N, initial=first_step * N, unit="step", desc=args.exp_name, dynamic_ncols=True)
+    progress = tqdm(total=total_steps * N, initial=first_step * N, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     losses = {}
     updates = saved.get("updates", 0)
@@ -435,8 +444,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     marks = [(time.perf_counter(), global_step)]
     interval = args.checkpoint_interval or math.inf
     saved_at = global_step
-    path = None  # of the newest checkpoint
-    stopped_by = None  # the number of a signal
+    path = stopped_by = None  # the newest checkpoint, and a signal
     for step in range(first_step, total_steps):
         if step == random_steps:
             marks = [(time.perf_counter(), global_step)]  # the clock starts anew with learning
@@ -469,8 +477,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         ring[(step + 1) % len(ring)] = row
 
         # report
-        is_due = global_step % REPORT_INTERVAL < N  # a multiple was passed in this step
-        if not (is_due or step + 1 == total_steps or signals):
+        if not (global_step % REPORT_INTERVAL < N or step + 1 == total_steps or signals):
             continue
         marks.append((time.perf_counter(), global_step))
         metrics = report(losses, parameters, [ring], last_returns, marks, writer, progress)
