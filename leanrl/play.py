@@ -12,7 +12,6 @@ It plays whole games, with unclipped rewards, without exploration, in envs that 
 The last line of its output is JSON: the returns, their mean and their standard deviation.
 """
 
-import difflib
 import json
 import math
 import os
@@ -32,7 +31,7 @@ import tyro
 PLAY = 0x504C4159  # a number of its own in the seeds: no run has this --seed by chance
 SAFE_TEXT = {  # what PyTorch runs as Python when it loads a program, and what may stand there
     "expr_str": r"([\d\s*+-]|Symbol\('s\d+', positive=True, integer=True\))*",  # arithmetic with a number of rows
-    "target": r"torch\.ops\.aten\.(?!from_file)[a-z]\w*\.[A-Za-z]\w*|_operator\.getitem",  # functions of tensors
+    "target": r"torch\.ops\.aten\.(?!from_file)_?[a-z]\w*\.[A-Za-z]\w*|_operator\.getitem",  # functions of tensors
     "guards_code": r"\[\]",
 }
 
@@ -123,15 +122,15 @@ def make_played_env(env_id: str, is_atari: bool, render_mode: str | None) -> gym
         if is_atari:
             return AtariGame(env_id)
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
-            env = gym.make(env_id, render_mode=render_mode)
+            env = gym.make(env_id, **({"render_mode": render_mode} if render_mode else {}))
     except (gym.error.Error, ImportError, ValueError, AssertionError, TypeError) as error:
-        near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id})
-        fail(f"cannot make the env {env_id!r}: {error} Near matches: {', '.join(near) or 'none'}.")
+        fail(f"cannot make the env {env_id!r}: {error}")
     if len(env.observation_space.shape or ()) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return env
 
 
+@torch.no_grad()
 def play_episode(policy, dtype: torch.dtype, env: gym.Env, seed: int) -> tuple[float, int]:
     """Plays an episode, and returns its return and its length."""
     obs, _ = env.reset(seed=seed)
