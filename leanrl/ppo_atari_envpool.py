@@ -242,12 +242,13 @@ def pick_device(args: Args) -> torch.device:
     """The device that the flags name; fails if it cannot be used."""
     default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
     try:
-        device = torch.zeros((), device=args.device or default).device
+        number = torch.zeros((), device=args.device or default)
+        number.item()  # a device like "meta" has none
     except Exception as error:
         fail(f"cannot use the device {args.device or default}: {error!s:.300}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+    if number.is_cuda:
+        torch.cuda.set_device(number.device)
+    return number.device
 
 
 def start_run(args: Args) -> tuple[Path, SummaryWriter]:
@@ -525,4 +526,4 @@ if __name__ == "__main__":
     try:
         train(tyro.cli(Args), signals)
     except torch.OutOfMemoryError as error:
-        fail(f"too little memory on the GPU; lower --num-envs or --num-steps, or raise --num-minibatches. {error}")
+        sys.exit(f"\nerror: too little memory on the GPU; lower --num-envs or --num-steps. {error!s:.300}")

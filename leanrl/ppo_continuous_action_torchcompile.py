@@ -11,8 +11,7 @@
 
 Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
 Plain twin: ppo_continuous_action.py. docs/performance.md explains each perf[name].
-Shapes: T = num_steps, N = num_envs, O and A = sizes of an observation and an action; a rollout is (T, N, ...), and
-flattened to (B, ...), with B = T * N, it is the batch.
+Shapes: T = num_steps, N = num_envs, B = T * N, the rows of a rollout; O, A = sizes of an observation and an action.
 Differences from CleanRL's script of the same name:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
 2. The step in which an env resets itself is masked out of the losses and the statistics.
@@ -307,21 +306,21 @@ def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: f
 
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Both moments of each parameter, and the number of steps, which is counted on the device."""
-    params = list(params)
     exp_avgs, exp_avg_sqs = ([torch.zeros_like(param) for param in params] for _ in range(2))
-    return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=params[0].device)
+    return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
 def pick_device(args: Args) -> torch.device:
     """The device that the flags name; fails if it cannot be used."""
     default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
     try:
-        device = torch.zeros((), device=args.device or default).device
+        number = torch.zeros((), device=args.device or default)
+        number.item()  # a device like "meta" has none
     except Exception as error:
         fail(f"cannot use the device {args.device or default}: {error!s:.300}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+    if number.is_cuda:
+        torch.cuda.set_device(number.device)
+    return number.device
 
 
 def start_run(args: Args) -> tuple[Path, SummaryWriter]:
@@ -636,4 +635,4 @@ if __name__ == "__main__":
     try:
         train(tyro.cli(Args), signals)
     except torch.OutOfMemoryError as error:
-        fail(f"too little memory on the GPU; lower --num-envs or --num-steps, or raise --num-minibatches. {error}")
+        sys.exit(f"\nerror: too little memory on the GPU; lower --num-envs or --num-steps. {error!s:.300}")

@@ -239,12 +239,13 @@ def pick_device(args: Args) -> torch.device:
     """The device that the flags name; fails if it cannot be used."""
     default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
     try:
-        device = torch.zeros((), device=args.device or default).device
+        number = torch.zeros((), device=args.device or default)
+        number.item()  # a device like "meta" has none
     except Exception as error:
         fail(f"cannot use the device {args.device or default}: {error!s:.300}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+    if number.is_cuda:
+        torch.cuda.set_device(number.device)
+    return number.device
 
 
 def start_run(args: Args) -> tuple[Path, SummaryWriter]:
@@ -452,7 +453,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses | {"qf_loss": (loss1 + loss2) / 2}, batch
 
     def learn_actor(batch: dict) -> dict[str, Tensor]:
-        """Moves the actor up the value and entropy of its actions (eq. 7), and the temperature (eq. 18)."""
+        """Moves the actor up the value and entropy of its actions (eq. 7), and the temperature (eq. 18, target -A)."""
         action, logprob = actor(batch["obs"])
         q = torch.stack([critic(batch["obs"], action) for critic in critics])
         loss = (batch["weight"] * (log_alpha.detach().exp() * logprob - q.amin(0))).sum()
@@ -461,8 +462,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         actor_optimizer.step()
         losses = {"actor_loss": loss.detach(), "alpha": log_alpha.detach().exp()}
         if args.autotune:
-            target_entropy = -action_dim
-            alpha_loss = -log_alpha.exp() * (batch["weight"] * (logprob.detach() + target_entropy)).sum()
+            alpha_loss = -log_alpha.exp() * (batch["weight"] * (logprob.detach() - action_dim)).sum()
             alpha_optimizer.zero_grad()
             alpha_loss.backward()
             alpha_optimizer.step()
@@ -549,5 +549,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, remember)
     try:
         train(tyro.cli(Args), signals)
-    except torch.OutOfMemoryError as error:
-        fail(f"too little memory on the GPU; lower --batch-size or --buffer-size. {error}")
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        sys.exit(f"\nerror: too little memory; lower --batch-size or --buffer-size. {error!s:.300}")

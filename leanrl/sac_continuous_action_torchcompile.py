@@ -272,9 +272,8 @@ def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: f
 
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Both moments of each parameter, and the number of steps, which is counted on the device."""
-    params = list(params)
     exp_avgs, exp_avg_sqs = ([torch.zeros_like(param) for param in params] for _ in range(2))
-    return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=params[0].device)
+    return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
 def multiply_in_bfloat16(layers: nn.Sequential):  # perf[bf16]
@@ -288,12 +287,13 @@ def pick_device(args: Args) -> torch.device:
     """The device that the flags name; fails if it cannot be used."""
     default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
     try:
-        device = torch.zeros((), device=args.device or default).device
+        number = torch.zeros((), device=args.device or default)
+        number.item()  # a device like "meta" has none
     except Exception as error:
         fail(f"cannot use the device {args.device or default}: {error!s:.300}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+    if number.is_cuda:
+        torch.cuda.set_device(number.device)
+    return number.device
 
 
 def start_run(args: Args) -> tuple[Path, SummaryWriter]:
@@ -465,8 +465,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     actor_adam = adam_state(actor_params.values())
     critics_adam = adam_state(critic_params.values())
     alpha_adam = adam_state([log_alpha])
-    policy_lr = torch.full((), args.policy_lr, device=device)  # perf[tensor]
-    q_lr = torch.full((), args.q_lr, device=device)
+    policy_lr, q_lr = torch.tensor([args.policy_lr, args.q_lr], device=device)  # perf[tensor]
 
     def start_anew(step: int):
         """Cuts the open episodes off; from here on, random streams follow from seed and step."""
@@ -518,7 +517,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses | {"qf_loss": (loss1 + loss2) / 2}, batch
 
     def learn_actor(batch: dict) -> dict[str, Tensor]:
-        """Moves the actor up the value and entropy of its actions (eq. 7), and the temperature (eq. 18)."""
+        """Moves the actor up the value and entropy of its actions (eq. 7), and the temperature (eq. 18, target -A)."""
 
         def loss_of(params: dict):
             action, logprob = functional_call(actor, params, batch["obs"])
@@ -529,8 +528,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         adam_(actor_params.values(), grads.values(), *actor_adam, policy_lr, eps=1e-8)
         losses = {"actor_loss": loss.detach(), "alpha": log_alpha.detach().exp()}
         if args.autotune:
-            target_entropy = -action_dim
-            alpha_loss = -log_alpha.exp() * (batch["weight"] * (logprob.detach() + target_entropy)).sum()
+            alpha_loss = -log_alpha.exp() * (batch["weight"] * (logprob.detach() - action_dim)).sum()
             adam_([log_alpha], [alpha_loss], *alpha_adam, q_lr, eps=1e-8)  # perf[graph] exp is its own derivative
             losses["alpha_loss"] = alpha_loss.detach()
         return losses
@@ -652,5 +650,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, remember)
     try:
         train(tyro.cli(Args), signals)
-    except torch.OutOfMemoryError as error:
-        fail(f"too little memory on the GPU; lower --batch-size or --buffer-size. {error}")
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        sys.exit(f"\nerror: too little memory; lower --batch-size or --buffer-size. {error!s:.300}")

@@ -254,9 +254,8 @@ def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: f
 
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Both moments of each parameter, and the number of steps, which is counted on the device."""
-    params = list(params)
     exp_avgs, exp_avg_sqs = ([torch.zeros_like(param) for param in params] for _ in range(2))
-    return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=params[0].device)
+    return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
 def multiply_in_bfloat16(layers: nn.Sequential):  # perf[bf16]
@@ -270,12 +269,13 @@ def pick_device(args: Args) -> torch.device:
     """The device that the flags name; fails if it cannot be used."""
     default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
     try:
-        device = torch.zeros((), device=args.device or default).device
+        number = torch.zeros((), device=args.device or default)
+        number.item()  # a device like "meta" has none
     except Exception as error:
         fail(f"cannot use the device {args.device or default}: {error!s:.300}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+    if number.is_cuda:
+        torch.cuda.set_device(number.device)
+    return number.device
 
 
 def start_run(args: Args) -> tuple[Path, SummaryWriter]:
@@ -625,5 +625,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, remember)
     try:
         train(tyro.cli(Args), signals)
-    except torch.OutOfMemoryError as error:
-        fail(f"too little memory on the GPU; lower --batch-size or --buffer-size. {error}")
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        sys.exit(f"\nerror: too little memory; lower --batch-size or --buffer-size. {error!s:.300}")

@@ -153,6 +153,7 @@ BAD = {  # for every script: flags, and a word of the sentence that refuses them
     "no checkpoint there": ({"resume": "nowhere/checkpoint.pt"}, "--resume: nowhere/checkpoint.pt cannot be read"),
     "a folder as checkpoint": ({"resume": "."}, "--resume: . cannot be read"),
     "unknown device": ({"device": "gpu"}, "gpu"),
+    "a device without numbers": ({"device": "meta"}, "meta"),
     "absent device": ({"device": "cuda:99"}, "cuda:99"),
     "no step": ({"total_timesteps": 0}, "--total-timesteps"),
     "no module": ({"env_id": ":x"}, "':x'"),

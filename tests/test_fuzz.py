@@ -1,0 +1,133 @@
+"""Command lines of extreme values: each trains past an update or is refused with a sentence.
+
+Ten thousand of them: pytest tests/test_fuzz.py --hypothesis-profile=long
+"""
+
+import contextlib
+import io
+import re
+import runpy
+import shutil
+import signal
+import sys
+import time
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+import torch.utils.tensorboard
+from conftest import ATARI, ROOT, SCRIPTS, load
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+settings.register_profile("ci", max_examples=30, derandomize=True, **QUIET)
+settings.register_profile("long", max_examples=1000, **QUIET)
+if settings.get_current_profile_name() == "default":
+    settings.load_profile("ci")
+
+INTS = [-(2**63), -1, 0, 1, 2, 3, 7, 100, 2**31, 2**63, 10**30]
+FLOATS = [
+    "-inf",
+    "-1",
+    "-0.0",
+    "0",
+    "5e-324",
+    "1e-45",
+    "1e-8",
+    "0.3",
+    "1",
+    "1.0000001",
+    "7",
+    "1e30",
+    "1e308",
+    "inf",
+    "nan",
+]
+TEXTS = ["", " ", "a b", "../x", "a/b:c", "\u2603", "-", "x" * 300, "'", "nan"]
+ENVS = ["Pendulum-v1", "CartPole-v1", "Breakout-v5", "Pong-v5", "MountainCarContinuous-v0", "Pendulum", "CartPole-v0"]
+SMALL = {  # these cost time, so that large ones would only be slow
+    "total_timesteps": [-1, 0, 1, 2, 63, 64, 65, 130, 300],
+    "num_envs": [-1, 0, 1, 2, 3, 8],
+    "update_epochs": [-1, 0, 1, 2],
+    "env_groups": [-1, 0, 1, 2, 3, 2**31],
+    "policy_frequency": [-1, 0, 1, 2, 50, 2**31, 2**63],
+    "train_frequency": [-1, 0, 1, 2, 3, 10, 64, 2**31, 2**63],
+}
+STRINGS = {
+    "env_id": [*ENVS, *TEXTS, "no_such_package:X-v0", ":x", "CartPole-v99"],
+    "device": ["cpu", "cpu:0", "cpu:7", "cuda", "cuda:99", "meta", *TEXTS],
+    "resume": ["auto", ".", "nowhere/checkpoint.pt", *TEXTS],
+    "exp_name": TEXTS,
+    "wandb_project_name": TEXTS,
+    "wandb_entity": TEXTS,
+}
+BASE = {"total_timesteps": 130, "num_steps": 64, "num_minibatches": 4, "learning_starts": 60, "batch_size": 32}
+BASE |= {"buffer_size": 100, "update_epochs": 1, "num_envs": 2, "train_frequency": 2}
+
+
+def flags_of(name: str) -> st.SearchStrategy[dict]:
+    """Some flags of a script, each with one of its extreme values."""
+    strategies = {}
+    for field in fields(load(name).Args):
+        values = SMALL.get(field.name) or STRINGS.get(field.name) or (FLOATS if "float" in str(field.type) else INTS)
+        strategies[field.name] = st.booleans() if field.type is bool else st.sampled_from(values)
+    for costly in ("compile", "track", "save_model"):
+        strategies.pop(costly, None)
+    return st.fixed_dictionaries({}, optional=strategies)
+
+
+def command_line(name: str, flags: dict) -> list[str]:
+    own = {field.name for field in fields(load(name).Args)}
+    env_id = "Breakout-v5" if name in ATARI else "CartPole-v1" if "dqn" in name else "Pendulum-v1"
+    flags = {k: v for k, v in BASE.items() if k in own} | {"env_id": env_id, "save_model": False} | flags
+    words = []
+    for key, value in flags.items():
+        flag = key.replace("_", "-")
+        words.append(f"--no-{flag}" if value is False else f"--{flag}" if value is True else f"--{flag}={value}")
+    return words
+
+
+class Silent(SimpleNamespace):
+    """A SummaryWriter without files and threads."""
+
+    def __init__(self, *_, **__):
+        super().__init__(**dict.fromkeys(("add_scalar", "add_text", "close"), lambda *_: None))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium's advice to name a version
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_any_command_line_trains_or_is_refused_with_a_sentence(name, monkeypatch):
+    monkeypatch.setattr(torch.utils.tensorboard, "SummaryWriter", Silent)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    @given(flags_of(name))
+    def run(flags):
+        words = command_line(name, flags)
+        note(f"python leanrl/{name}.py {' '.join(map(repr, words))}")
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        shutil.rmtree("runs", ignore_errors=True)
+        started = time.monotonic()
+        with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
+            try:
+                runpy.run_path(str(ROOT / "leanrl" / f"{name}.py"), run_name="__main__")
+                code = 0
+            except SystemExit as exit:
+                code = exit.code
+        last = errors.getvalue().strip().splitlines()[-1]
+        note(last)
+        if isinstance(code, str):  # it had begun to train
+            reasons = r"(losses/|parameter )\S+ is (nan|-?inf) at step \d+; |too little memory; lower "
+            assert re.match(rf"\s*error: ({reasons})", code)
+        elif code == 2:
+            assert last.startswith("error: ") or last.startswith("╰"), last  # tyro draws a box
+        else:
+            assert code == 0
+        assert time.monotonic() - started < 20
+
+    try:
+        run()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
