@@ -278,6 +278,14 @@ def phases_block() -> str:
     return "\n".join(lines)
 
 
+def saving_block() -> str:
+    """Markdown: what a checkpoint with a full replay costs, in a sentence."""
+    r = json.loads((RESULTS / "saving.json").read_text())
+    size = f"{r['bytes'] / 1e6:,.0f} MB"
+    times = f"{r['save_seconds']:.1f} s to write and {r['load_seconds']:.1f} s to load"
+    return f"{r['transitions']:,} transitions of HalfCheetah take {size}, {times} ({r['machine']['cpu']})."
+
+
 BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "returns": returns_block}
 BLOCKS |= {
     "speed cpu-amx": lambda: speed_block("cpu-amx"),
@@ -285,6 +293,7 @@ BLOCKS |= {
     "phases": phases_block,
     "scaling": scaling_block,
     "bf16": bf16_block,
+    "saving": saving_block,
 }
 for script in SCRIPTS:
     BLOCKS[f"returns {script}"] = lambda script=script: returns_block(script)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, OFF_POLICY, PPO_CONTINUOUS, ROOT, SCRIPTS, load, tiny, train
+from conftest import ATARI, OFF_POLICY, PPO_CONTINUOUS, ROOT, SCRIPTS, TWINS, load, tiny, train
 from torch.utils._pytree import tree_leaves, tree_map
 
 COUNTS = {"made_by", "global_step"}  # of a checkpoint: not what it restores
@@ -76,13 +76,23 @@ def patch_reports(monkeypatch, name: str):
     monkeypatch.setattr(load(name), "REPORT_INTERVAL", 100, raising=False)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_killed_and_resumed_run_computes_the_same_bits(monkeypatch, name):
-    """Parameters, metrics and all that the last checkpoint holds: optimizer, replay, statistics, returns."""
+EAGER_AND_COMPILED = [(name, {}) for name in SCRIPTS] + [(twin, {"compile": True}) for _, twin in TWINS]
+
+
+@pytest.mark.parametrize(("name", "flags"), EAGER_AND_COMPILED)
+def test_a_killed_and_resumed_run_computes_the_same_bits(monkeypatch, name, flags):
+    """Parameters, metrics and all that the last checkpoint holds: optimizer, replay, statistics, returns.
+
+    The killed run is also a second run of the same seed, with as many threads as there are here.
+    """
+    torch.set_num_threads(2 if name == "td3_continuous_action" else 1)
     patch_reports(monkeypatch, name)
-    whole = train(monkeypatch, name, **problem(name))
-    path = train_until_killed(monkeypatch, name, **problem(name))
-    resumed = train(monkeypatch, name, **problem(name), resume=str(path))
+    sizes = problem(name) | flags
+    whole = train(monkeypatch, name, **sizes)
+    torch._dynamo.reset()
+    path = train_until_killed(monkeypatch, name, **sizes)
+    torch._dynamo.reset()
+    resumed = train(monkeypatch, name, **sizes, resume=str(path))
     assert all(torch.equal(p, resumed.parameters[k]) for k, p in whole.parameters.items())
     assert same_metrics(whole.metrics, resumed.metrics)
     assert equal(kept(whole.run_dir / "checkpoint.pt"), kept(resumed.run_dir / "checkpoint.pt"))
