@@ -147,7 +147,7 @@ for algorithm in ("td3", "sac"):
             "compile",
             (
                 (
-                    "        return vmap(lambda params: functional_call(critics[0], params, (obs, action)))(params)\n",
+                    "        return vmap(lambda p: functional_call(critics[0], p, (obs, action)))(params)\n",
                     "        each = [{name: p[i] for name, p in params.items()} for i in range(2)]\n"
                     "        return torch.stack([functional_call(critics[0], p, (obs, action)) for p in each])\n",
                 ),

@@ -598,7 +598,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 losses |= dict(zip(SAC_LOSSES, update()))
         acted.synchronize()  # perf[overlap] wait for act() alone: the GPU learns while the envs step
 
-        # step; perf[ring] act() and explore() store the row, at the start of the next step
+        # step and store; perf[ring] the row goes to the ring at the start of the next step, in act()
         env_action = host_action.numpy().reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
         row_action[:] = env_action.reshape(N, action_dim)
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets

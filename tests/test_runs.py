@@ -81,20 +81,21 @@ def test_flags_of_ppo_do_what_they_say(monkeypatch, name):
     """Each changes the parameters; without annealing, the rate stays."""
     runs = {}
     for flags in ({}, {"anneal_lr": False}, {"max_grad_norm": 0.01}, {"norm_adv": False}, {"vf_coef": 0.1}):
-        runs[str(flags)] = train(monkeypatch, name, **tiny(name), **flags)
+        runs[str(flags)] = train(monkeypatch, name, **tiny(name) | {"total_timesteps": 512}, **flags)
     values = {next(iter(run.parameters.values())).flatten()[:100].tolist().__repr__() for run in runs.values()}
     assert len(values) == len(runs)
     events = EventAccumulator(str(runs["{'anneal_lr': False}"].run_dir)).Reload()
     assert [e.value for e in events.Scalars("charts/learning_rate")] == pytest.approx(
-        [load(name).Args.learning_rate] * 4
+        [load(name).Args.learning_rate] * 2
     )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_same_seed_same_numbers_other_seed_others(monkeypatch, name):
-    a, b, c = (train(monkeypatch, name, **tiny(name), seed=seed).parameters for seed in (7, 7, 8))
-    assert all(torch.equal(a[k], b[k]) for k in a)
-    assert not all(torch.equal(a[k], c[k]) for k in a)
+def test_another_seed_gives_other_numbers(monkeypatch, name):
+    """That the same seed gives the same ones, a run that is killed and resumed shows."""
+    sizes = tiny(name) | ({"total_timesteps": 256} if name in PPO else {})
+    a, b = (train(monkeypatch, name, **sizes, seed=seed).parameters for seed in (7, 8))
+    assert not all(torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -322,22 +323,14 @@ def test_a_mistyped_flag_is_told_what_to_type():
 
 
 @pytest.mark.slow
-def test_a_copied_twin_trains_alone(own_folder):
-    copy = shutil.copy(ROOT / "leanrl" / "ppo_continuous_action_torchcompile.py", own_folder)
-    process = command(copy, "--compile", "--total-timesteps", 20_480, cwd=own_folder)
-    assert process.returncode == 0, process.stderr
-    (summary,) = (own_folder / "runs").glob("HalfCheetah-v4__ppo_continuous_action_torchcompile__1__*/summary.json")
-    assert json.loads(summary.read_text())["metrics"]["global_step"] == 20_480
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_copied_script_runs_alone_and_is_tracked_offline_if_asked(name, own_folder):
     copy = shutil.copy(ROOT / "leanrl" / f"{name}.py", own_folder)
     flags = [part for key, value in tiny(name).items() for part in ("--" + key.replace("_", "-"), value)]
-    tracked = name in (ATARI[0], "dqn_torchcompile")
+    tracked = name == "dqn_torchcompile"
     if tracked:  # W&B may look for changes that are not committed
         subprocess.run(["git", "init", "-q"], check=True)
+    flags += ["--compile"] * (name == "ppo_continuous_action_torchcompile")
     process = command(copy, *["--track"] * tracked, *flags, cwd=own_folder, env=os.environ | {"WANDB_MODE": "offline"})
     assert process.returncode == 0, process.stderr
     (summary,) = (own_folder / "runs").glob(f"{tiny(name)['env_id']}__{name}__1__*/summary.json")
@@ -360,7 +353,7 @@ def test_wandb_is_not_imported_without_track(own_folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OFF_POLICY)
 def test_nothing_grows_with_time(name, own_folder):
-    """After three times as many steps as when the replay was full, memory in use is the same."""
+    """After twice as many steps as when the replay was full, memory in use is the same."""
     code = (
         "import {name} as script\n"
         "memory, report = dict(), script.report\n"
@@ -369,9 +362,9 @@ def test_nothing_grows_with_time(name, own_folder):
         "    return report(losses, parameters, data, last_returns, marks, *rest)\n"
         "script.report = spied\n"
         "script.train(script.Args(**{args}))\n"
-        "print(memory[1500], memory[4500])\n"
+        "print(memory[1500], memory[3000])\n"
     )
-    args = tiny(name) | {"total_timesteps": 4500, "batch_size": 8, "device": "cpu", "save_model": False}
+    args = tiny(name) | {"total_timesteps": 3000, "batch_size": 8, "device": "cpu", "save_model": False}
     args |= {"target_network_frequency": 10, "train_frequency": 1} if "dqn" in name else {}
     args |= {"compile": True} if name == "dqn_torchcompile" else {}  # the others would take a minute to compile
     process = command(
@@ -379,7 +372,7 @@ def test_nothing_grows_with_time(name, own_folder):
     )
     assert process.returncode == 0, process.stderr
     short, long = map(int, process.stdout.split())
-    assert long - short < 8, f"{short} MB after 1500 steps, {long} MB after 4500"
+    assert long - short < 8, f"{short} MB after 1500 steps, {long} MB after 3000"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's OpenMP")

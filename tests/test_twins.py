@@ -67,7 +67,6 @@ def test_flags_off_computes_what_eager_computes(monkeypatch, eager, twin, sizes)
 
 
 COMPILED = [(twin, {"num_envs": 2} if twin in OFF_POLICY else {}) for _, twin in TWINS]
-COMPILED += [(twin, flags | {"autotune": False}) for twin, flags in COMPILED if "sac" in twin]
 COMPILED += [(ATARI[1], {"env_groups": 2, "num_envs": 4, "num_steps": 64})]
 
 
