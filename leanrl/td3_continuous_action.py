@@ -86,14 +86,14 @@ def fail(message: str):
 
 
 def check_numbers(args: Args):
-    """Refuses negative and infinite numbers, counts of zero where one is needed, and shares above 1."""
+    """Refuses negative and enormous numbers, counts of zero where one is needed, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
             may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
             least = 0 if may_be_zero else 1
             is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
-            if not least <= value < math.inf or (is_share and value > 1):  # NaN fails, too
-                limits = "between 0 and 1" if is_share else f"at least {least} and finite"
+            if not least <= value < 2**63 or (is_share and value > 1):  # NaN fails, too
+                limits = "between 0 and 1" if is_share else f"at least {least} and below 2**63"
                 fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
 
 

@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch.utils.tensorboard import SummaryWriter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +21,11 @@ PPO_CONTINUOUS = ["ppo_continuous_action", "ppo_continuous_action_torchcompile"]
 ATARI = ["ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
 PPO = PPO_CONTINUOUS + ATARI
 OFF_POLICY = [name for name in SCRIPTS if name not in PPO]
+# How many command lines test_fuzz.py draws for each script: with --hypothesis-profile=long, 1,000.
+QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+settings.register_profile("long", max_examples=1000, **QUIET)
+settings.register_profile("ci", max_examples=30, derandomize=True, **QUIET)
+settings.load_profile("ci")
 # The class of a script's policy is one of these:
 NETWORKS = ("Agent", "AtariAgent", "Actor", "GaussianActor", "QNetwork")
 TINY = {  # a run of seconds that goes past the first updates
