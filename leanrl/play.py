@@ -12,6 +12,7 @@ It plays whole games, with unclipped rewards, without exploration, in envs that 
 The last line of its output is JSON: the returns, their mean and their standard deviation.
 """
 
+import io
 import json
 import math
 import os
@@ -29,10 +30,21 @@ import torch
 import tyro
 
 PLAY = 0x504C4159  # a number of its own in the seeds: no run has this --seed by chance
-SAFE_TEXT = {  # what PyTorch runs as Python when it loads a program, and what may stand there
-    "expr_str": r"([\d\s*+-]|Symbol\('s\d+', positive=True, integer=True\))*",  # arithmetic with a number of rows
+# A policy.pt2 is a ZIP file with text that torch.export.load() runs as Python. These parts and texts alone are safe:
+SAFE_PARTS = r"archive_(format|version)|byteorder|\.data/(version|serialization_id)|extra/card\.json|models/model\.json"
+SAFE_PARTS += r"|data/(sample_inputs/model\.pt|weights/(weight_\d+|\w+_config\.json)|constants/\w+_config\.json)"
+NAMES = r"([A-Za-z_]\w*(\.\w+)*)?"  # any text that has no key of its own below
+TUPLE = '{"type": "builtins.tuple", "context": "null", "children_spec": ['
+LEAF = '{"type": null, "context": null, "children_spec": []}'
+SAFE_TEXT = {
+    "expr_str": r"([\d\s+-]|\*(?!\*)|Symbol\('s\d+', positive=True, integer=True\))*",  # a number of rows
     "target": r"torch\.ops\.aten\.(?!from_file)_?[a-z]\w*\.[A-Za-z]\w*|_operator\.getitem",  # functions of tensors
-    "guards_code": r"\[\]",
+    "guards_code": r"(?!)",  # none
+    "in_spec": re.escape(
+        f'[1, {TUPLE}{TUPLE}{LEAF}]}}, {{"type": "builtins.dict", "context": "[]", "children_spec": []}}]}}]'
+    ),
+    "out_spec": re.escape(f"[1, {LEAF}]"),
+    "torch_version": r"[\w.+]*",
 }
 
 
@@ -52,35 +64,51 @@ def fail(message: str):
     sys.exit(2)
 
 
-def unsafe_text(program) -> Iterator[str]:
-    """The parts of a program, which is parsed JSON, that SAFE_TEXT does not allow."""
+def unsafe_text(program, key: str = "") -> Iterator[str]:
+    """What is unsafe in parsed JSON that stands under a key. Metadata, such as where the code stood, is emptied."""
+    if isinstance(program, str) and not re.fullmatch(SAFE_TEXT.get(key, NAMES), program, re.ASCII):
+        yield program
+    if key == "use_pickle" and program is not False:
+        yield "a pickled object"
     if isinstance(program, list):
         for part in program:
-            yield from unsafe_text(part)
-    elif isinstance(program, dict):
-        for key, value in program.items():
-            if key in SAFE_TEXT and not re.fullmatch(SAFE_TEXT[key], str(value)):
-                yield str(value)
-            yield from unsafe_text(value)
+            yield from unsafe_text(part, key)
+    if isinstance(program, dict):
+        if "metadata" in program:
+            program["metadata"] = {}
+        for name, part in program.items():
+            yield from unsafe_text(name)
+            yield from unsafe_text(part, name)
 
 
-def load_policy(path: Path) -> tuple[torch.export.ExportedProgram, dict]:
-    """The program in a policy.pt2, and its card; fails if it is none, or if loading it could run other code.
+def load_policy(path: Path) -> tuple[torch.nn.Module, torch.Tensor, dict]:
+    """The policy in a policy.pt2, an example (2, ...) of what it observes, and its card.
 
-    torch.export.load() unpickles only tensors if an environment variable says so, but it evaluates text that stands in
-    the program. That text is looked at first.
+    Fails if the file is damaged, or holds anything that no training script writes and that could run as code. What is
+    loaded is a new file in memory, with the parts that have been looked at and no others.
     """
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # no part is unpickled
     try:
         with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            programs = [json.loads(archive.read(name)) for name in names if re.search(r"/models/.*json$", name)]
-        strange = next(unsafe_text(programs), None)
-        if strange or len({name.lower() for name in names}) < len(names):  # of two entries, which would be loaded?
-            raise ValueError(f"it holds what no training script writes: {strange or 'two files of one name'}")
-        extra_files = {"card.json": ""}
-        program = torch.export.load(path, extra_files=extra_files)
-        return program, json.loads(extra_files["card.json"])
+            parts = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+        card = json.loads(parts["extra/card.json"])
+        unsafe = [name for name in parts if not re.fullmatch(SAFE_PARTS, name, re.ASCII)]
+        checked = io.BytesIO()
+        with zipfile.ZipFile(checked, "w") as archive:
+            for name, part in parts.items():
+                if name.endswith(".json"):
+                    content = json.loads(part)
+                    unsafe += [] if "card" in name else unsafe_text(content)
+                    part = json.dumps(content)
+                archive.writestr(f"policy/{name}", part)
+        if unsafe:
+            raise ValueError(f"it holds what no training script writes: {unsafe[0]:.200}")
+        checked.seek(0)
+        program = torch.export.load(checked)
+        policy = program.module()
+        example = program.example_inputs[0][0]
+        policy(example)
+        return policy, example, card
     except Exception as error:  # a damaged file may lead to any
         fail(f"cannot play {path}: {(str(error) or repr(error)).splitlines()[0]}")
 
@@ -123,7 +151,7 @@ def make_played_env(env_id: str, is_atari: bool, render_mode: str | None) -> gym
             return AtariGame(env_id)
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
             env = gym.make(env_id, **({"render_mode": render_mode} if render_mode else {}))
-    except (gym.error.Error, ImportError, ValueError, AssertionError, TypeError) as error:
+    except Exception as error:  # of the env's code, too
         fail(f"cannot make the env {env_id!r}: {error}")
     if len(env.observation_space.shape or ()) != 1:
         env = gym.wrappers.FlattenObservation(env)
@@ -156,13 +184,11 @@ def play(args: Args) -> dict:
         fail("--render needs a screen; use --video.")
     if args.video and on_linux:
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
-    program, card = load_policy(args.policy)
+    policy, example, card = load_policy(args.policy)
     env_id = args.env_id or card["args"]["env_id"]
     if ":" in env_id and not args.env_id:
         fail(f"the policy was trained in an env of another package; to import that, say --env-id {env_id}")
 
-    example = program.example_inputs[0][0]  # (2, *shape of an observation)
-    policy = program.module()
     is_atari = example.dtype == torch.uint8
     if is_atari and args.render:
         fail("EnvPool has no window; use --video.")

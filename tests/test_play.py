@@ -139,7 +139,17 @@ CODE = "__import__('os').system('touch pwned')"
 CRAFTED = {
     "a size": lambda text: re.sub(r'"expr_str": "[^"]*"', f'"expr_str": "{CODE}"', text, count=1),
     "a guard": lambda text: text.replace('"guards_code": []', f'"guards_code": ["{CODE} or True"]'),
+    "a name": lambda text: text.replace('"obs"', f'"obs={CODE}"'),
+    "a type to import": lambda text: text.replace("builtins.tuple", "this.tuple"),
     "a function": lambda text: re.sub(r'"target": "torch.ops[^"]*"', '"target": "torch.os.system"', text, count=1),
+}
+
+
+ADDED = {  # parts that torch.export.load() would unpickle, link or take for the program
+    "an opaque object": "policy/data/constants/opaque_obj_0",
+    "a library": "policy/data/aotinductor/x/x.wrapper.so",
+    "a second program": "policy/models/model.jsOn",
+    "an old layout": "serialized_exported_program.json",
 }
 
 
@@ -162,11 +172,11 @@ def craft(path: Path, how: str):
     with zipfile.ZipFile(path, "w") as archive:
         for name, part in parts.items():
             archive.writestr(name, part)
-        if how == "a second program":
-            archive.writestr(next(name for name in parts if name.endswith("model.json")).upper(), b"{}")
+        if how in ADDED:
+            archive.writestr(ADDED[how], b"{}")
 
 
-@pytest.mark.parametrize("how", [*CRAFTED, "a pickled object", "a second program"])
+@pytest.mark.parametrize("how", [*CRAFTED, *ADDED, "a pickled object"])
 def test_a_policy_that_would_run_code_is_refused(pendulum, capsys, how, own_folder):
     craft(pendulum, how)
     with pytest.raises(SystemExit) as exit:
