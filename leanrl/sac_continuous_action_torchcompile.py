@@ -116,7 +116,7 @@ def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
     try:
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
             env = gym.make(env_id)
-    except (gym.error.Error, ImportError, ValueError) as error:
+    except Exception as error:  # of the env's code, too
         fail(f"cannot make the env {env_id!r}: {error}")  # the error names similar envs
     space = env.observation_space
     shape = space.shape or ()  # dicts and sequences have none
@@ -136,18 +136,18 @@ def step_envs(envs: list[gym.Env], global_step: int, action, obs, reward, termin
     """
     episodes = []
     for i, env in enumerate(envs):
-        if terminated[i] or truncated[i]:
-            obs[i], _ = env.reset()
-            reward[i] = 0
-            terminated[i] = truncated[i] = False
-        else:
-            try:
-                obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
-            except Exception as error:
-                error.add_note(f"error: env {i} raised this in env step {global_step}. The last checkpoint is kept.")
-                raise
-            if "episode" in info:
-                episodes.append(info["episode"])
+        try:
+            if terminated[i] or truncated[i]:
+                obs[i], _ = env.reset()
+                reward[i] = 0
+                terminated[i] = truncated[i] = False
+                continue
+            obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
+        except Exception as error:
+            error.add_note(f"error: env {i} raised this in env step {global_step}. The last checkpoint is kept.")
+            raise
+        if "episode" in info:
+            episodes.append(info["episode"])
     return episodes
 
 
@@ -301,12 +301,12 @@ def start_run(args: Args) -> tuple[Path, SummaryWriter]:
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
     run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     try:
-        run_dir.mkdir(parents=True)  # fails if another run has it
         if args.track:
             import wandb  # an optional dependency
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True)
+            wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
+        run_dir.mkdir(parents=True)  # fails if another run has it
     except Exception as error:
         fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
     torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
@@ -342,19 +342,19 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
 
 
 def load_checkpoint(args: Args, made_by: list) -> dict:
-    """The checkpoint that --resume names, of the same script, env and sizes; "auto" leads to the newest, or to {}."""
+    """The checkpoint that --resume names, of the same script, env and sizes; "auto": of the newest run, or {}."""
     paths = [Path(args.resume)]
     if args.resume == "auto":
-        folders = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__*")
-        paths = [path for name in ("pt", "old") for path in Path("runs").glob(f"{folders}/checkpoint.{name}")]
-        paths.sort(key=os.path.getmtime, reverse=True)
+        name = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__")  # a time follows
+        runs = [run for run in Path("runs").glob("*") if re.fullmatch(re.escape(name) + r"[\d-]{22}", run.name)]
+        paths = [path for run in sorted(runs)[::-1] for path in sorted(run.glob("checkpoint.[po]*"))[::-1]]  # pt, old
     for path in paths:
         try:
             damaged = zipfile.ZipFile(path).testzip()  # torch.load() does not look at the checksums
             saved = torch.load(path, map_location="cpu", weights_only=True)
             if not damaged and saved["made_by"] == made_by:
                 return saved
-            message = f"{path} is damaged, or of {saved['made_by']} and not of {made_by}"
+            message = f"{path} is damaged" if damaged else f"{path} is of {saved['made_by']}, not of {made_by}"
         except Exception as error:  # a damaged file may lead to any
             message = f"{path} cannot be read: {error!r:.300}"
         if args.resume != "auto":
@@ -429,7 +429,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         fail(f"{args.env_id} takes any action in {action_space}; needed: finite bounds, the lower below the upper.")
     action_dim = math.prod(action_space.shape)
     made_by = [Path(__file__).stem, args.env_id, N, obs_dim, action_dim, args.buffer_size]
-    saved = load_checkpoint(args, made_by) if args.resume else {}
+    saved = load_checkpoint(args, made_by) if args.resume is not None else {}
     first_step = saved.get("step", 0)
     if first_step >= total_steps:
         print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
@@ -651,6 +651,6 @@ if __name__ == "__main__":
     try:
         train(tyro.cli(Args), signals)
     except RuntimeError as error:
-        if "memory" not in str(error):
+        if "allocate" not in str(error) or hasattr(error, "__notes__"):  # an env has raised it
             raise
         sys.exit(f"\nerror: too little memory; lower --batch-size or --buffer-size. {error!s:.300}")

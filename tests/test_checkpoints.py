@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_is_refused_by_path_and_skipped_by_auto(monkeypatch
     assert exit.value.code == 2 and message.startswith("error: --resume: ") and str(path) in message
     assert not any(Path("runs").iterdir()) and not Path("pwned").exists()
 
-    path.parent.rename(f"runs/{problem(name)['env_id']}__{name}__1__killed")
+    path.parent.rename(f"runs/{problem(name)['env_id']}__{name}__1__20260101-000000-000000")
     saved = script.load_checkpoint(script.Args(**problem(name), resume="auto"), made_by(name))
     assert saved["global_step"] == problem(name)["checkpoint_interval"]  # the older one
     assert ("warning: " in capsys.readouterr().err) == (how != "absent") and not Path("pwned").exists()
@@ -191,8 +191,27 @@ def test_another_script_env_or_size_is_refused(monkeypatch, capsys, name):
             flags = {key: value for key, value in (problem(name) | flags).items() if hasattr(script.Args, key)}
             script.train(script.Args(**flags, device="cpu", resume=str(path)))
         message = capsys.readouterr().err.strip().splitlines()[-1]
-        assert exit.value.code == 2 and f"of {made_by(name)} and not of" in message
+        assert exit.value.code == 2 and f"is of {made_by(name)}, not of" in message
     assert not any(Path("runs").iterdir())
+
+
+def test_auto_takes_the_newest_run_of_just_this_name_and_seed():
+    script = load("dqn")
+
+    def keep(run: str, step: int, file: str = "checkpoint.pt"):
+        folder = Path("runs", f"CartPole-v1__{run}")
+        folder.mkdir(parents=True, exist_ok=True)
+        script.save_checkpoint(folder, {"made_by": ["x"], "global_step": step}).rename(folder / file)
+
+    keep("a__1__7__20260303-000000-000000", 7)  # of the name a__1
+    assert script.load_checkpoint(script.Args(exp_name="a", seed=1, resume="auto"), ["x"]) == {}
+    keep("lr[3e-4]__1__20260101-000000-000000", 1)
+    keep("lr[3e-4]__1__20260202-000000-000000", 3)
+    keep("lr[3e-4]__1__20260202-000000-000000", 2, "checkpoint.old")  # written later, but older by its name
+    args = script.Args(exp_name="lr[3e-4]", resume="auto")
+    assert script.load_checkpoint(args, ["x"])["global_step"] == 2  # there is no other in the newest run
+    keep("lr[3e-4]__1__20260202-000000-000000", 3)
+    assert script.load_checkpoint(args, ["x"])["global_step"] == 3
 
 
 def test_auto_without_a_checkpoint_starts_a_new_run(monkeypatch):
@@ -227,7 +246,7 @@ def test_kill_9_in_a_save_never_loses_all_checkpoints(own_folder, kills=50):
     """At random moments; what can be read afterwards is whole, and no older than the last save that had ended."""
     script, rng, step = load("dqn"), random.Random(1), 0
     args = script.Args(resume="auto")
-    folder = own_folder / "runs" / "CartPole-v1__dqn__1__now"
+    folder = own_folder / "runs" / "CartPole-v1__dqn__1__20260101-000000-000000"
     folder.mkdir(parents=True)
     (folder / "ended").touch()
     for _ in range(kills):

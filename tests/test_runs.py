@@ -152,6 +152,7 @@ BAD = {  # for every script: flags, and a word of the sentence that refuses them
     "negative seed": ({"seed": -1}, "--seed"),
     "a negative interval": ({"checkpoint_interval": -1}, "--checkpoint-interval"),
     "no checkpoint there": ({"resume": "nowhere/checkpoint.pt"}, "--resume: nowhere/checkpoint.pt cannot be read"),
+    "an empty path": ({"resume": ""}, "--resume: . cannot be read"),
     "a folder as checkpoint": ({"resume": "."}, "--resume: . cannot be read"),
     "unknown device": ({"device": "gpu"}, "gpu"),
     "a device without numbers": ({"device": "meta"}, "meta"),
