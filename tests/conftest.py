@@ -1,6 +1,7 @@
 """What the tests share: scripts as modules, training in a throw-away folder, a scripted environment."""
 
 import importlib
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -51,11 +52,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+def no_network(_, address):
+    raise AssertionError(f"a connection to {address}, though nothing here needs a network")
+
+
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     """Every test writes its runs to a folder of its own and leaves torch as it found it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # what is compared should differ by little
+    monkeypatch.setattr(socket.socket, "connect", no_network)
     threads = torch.get_num_threads()
     writers = []
     make_writer = SummaryWriter.__init__

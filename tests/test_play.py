@@ -18,6 +18,7 @@ from conftest import ROOT, train
 from torch import nn
 
 GAMES = {"ppo_continuous_action": "Pendulum-v1", "dqn": "CartPole-v1", "ppo_atari_envpool": "Pong-v5"}
+GAMES |= {"td3_continuous_action": "Pendulum-v1", "sac_continuous_action": "Pendulum-v1"}
 
 
 class Pushes(nn.Module):
@@ -61,7 +62,7 @@ def played(path: Path, *flags) -> dict:
 @pytest.mark.parametrize("name", GAMES)
 def test_a_policy_plays_in_a_new_process_as_here(monkeypatch, name, own_folder):
     """Of a script of each kind, after a run of moments: the same seed gives the same returns, another gives others."""
-    sizes = {"num_steps": 128, "total_timesteps": 256} if "ppo" in name else {"total_timesteps": 500}
+    sizes = {"num_steps": 128, "total_timesteps": 256} if "ppo" in name else {"total_timesteps": 200}
     run = train(monkeypatch, name, env_id=GAMES[name], num_envs=2, save_model=True, **sizes)
     path = run.run_dir / "policy.pt2"
     episodes = 1 if "atari" in name else 2
