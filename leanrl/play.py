@@ -12,6 +12,7 @@ It plays whole games, with unclipped rewards, without exploration, in envs that 
 The last line of its output is JSON: the returns, their mean and their standard deviation.
 """
 
+import contextlib
 import io
 import json
 import math
@@ -29,16 +30,21 @@ import numpy as np
 import torch
 import tyro
 
+LARGEST = 2**30  # bytes of a policy.pt2
 PLAY = 0x504C4159  # a number of its own in the seeds: no run has this --seed by chance
 # A policy.pt2 is a ZIP file with text that torch.export.load() runs as Python. These parts and texts alone are safe:
 SAFE_PARTS = r"archive_(format|version)|byteorder|\.data/(version|serialization_id)|extra/card\.json|models/model\.json"
 SAFE_PARTS += r"|data/(sample_inputs/model\.pt|weights/(weight_\d+|\w+_config\.json)|constants/\w+_config\.json)"
-NAMES = r"([A-Za-z_]\w*(\.\w+)*)?"  # any text that has no key of its own below
+NAMES = r"((?!\w*__)[A-Za-z_]\w*(\.(?!\w*__)\w+)*)?"  # any text that has no key of its own below
 TUPLE = '{"type": "builtins.tuple", "context": "null", "children_spec": ['
 LEAF = '{"type": null, "context": null, "children_spec": []}'
+OPERATIONS = (
+    "add|sub|mul|div|clip|exp|tanh|relu|linear|matmul|conv2d|argmax|gt|sum|chunk|select|slice|squeeze|flatten|to"
+)
+OPERATIONS += "|_assert_tensor_metadata"
 SAFE_TEXT = {
-    "expr_str": r"([\d\s+-]|\*(?!\*)|Symbol\('s\d+', positive=True, integer=True\))*",  # a number of rows
-    "target": r"torch\.ops\.aten\.(?!from_file)_?[a-z]\w*\.[A-Za-z]\w*|_operator\.getitem",  # functions of tensors
+    "expr_str": r"\d{1,18}|Symbol\('s\d{1,9}', positive=True, integer=True\)",  # a number of rows
+    "target": rf"torch\.ops\.aten\.({OPERATIONS})\.[A-Za-z]\w*|_operator\.getitem",
     "guards_code": r"(?!)",  # none
     "in_spec": re.escape(
         f'[1, {TUPLE}{TUPLE}{LEAF}]}}, {{"type": "builtins.dict", "context": "[]", "children_spec": []}}]}}]'
@@ -90,8 +96,12 @@ def load_policy(path: Path) -> tuple[torch.nn.Module, torch.Tensor, dict]:
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # no part is unpickled
     try:
         with zipfile.ZipFile(path) as archive:
+            if sum(part.file_size for part in archive.infolist()) > LARGEST:
+                raise ValueError("it is too large")
             parts = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
         card = json.loads(parts["extra/card.json"])
+        if not re.fullmatch(r"[\w./:-]{1,200}", card["args"]["env_id"]) or not re.fullmatch(r"[\w ]+", card["script"]):
+            raise ValueError("its card names no script and env")
         unsafe = [name for name in parts if not re.fullmatch(SAFE_PARTS, name, re.ASCII)]
         checked = io.BytesIO()
         with zipfile.ZipFile(checked, "w") as archive:
@@ -102,12 +112,14 @@ def load_policy(path: Path) -> tuple[torch.nn.Module, torch.Tensor, dict]:
                     part = json.dumps(content)
                 archive.writestr(f"policy/{name}", part)
         if unsafe:
-            raise ValueError(f"it holds what no training script writes: {unsafe[0]:.200}")
+            raise ValueError(f"it holds what no training script writes: {unsafe[0][:200]!r}")
         checked.seek(0)
-        program = torch.export.load(checked)
-        policy = program.module()
-        example = program.example_inputs[0][0]
-        policy(example)
+        with contextlib.redirect_stderr(io.StringIO()):  # what is wrong is said in one sentence
+            program = torch.export.load(checked)
+            policy = program.module()
+            example = program.example_inputs[0][0]
+            if len(policy(example)) != len(example) or len(policy(example[:1])) != 1:
+                raise ValueError("it does not map rows to as many actions")
         return policy, example, card
     except Exception as error:  # a damaged file may lead to any
         fail(f"cannot play {path}: {(str(error) or repr(error)).splitlines()[0]}")
@@ -166,7 +178,15 @@ def play_episode(policy, dtype: torch.dtype, env: gym.Env, seed: int) -> tuple[f
     length = 0
     while True:
         action = policy(torch.as_tensor(obs[None], dtype=dtype))[0].numpy()
-        obs, reward, terminated, truncated, _ = env.step(action.reshape(env.action_space.shape))
+        if isinstance(env.action_space, gym.spaces.Discrete):
+            action = int(action)
+            is_valid = action in env.action_space
+        else:
+            action = action.reshape(env.action_space.shape)
+            is_valid = np.isfinite(action).all()
+        if not is_valid:
+            fail(f"the policy's action {action} is not in {env.action_space}.")
+        obs, reward, terminated, truncated, _ = env.step(action)
         return_ += float(reward)
         length += 1
         if terminated or truncated:

@@ -34,6 +34,13 @@ class Pushes(nn.Module):
         return (obs[:, 2] > 0).long() if self.discrete else obs[:, 1:2] * 2
 
 
+class Wild(nn.Module):
+    """Takes action 7, always."""
+
+    def forward(self, obs):
+        return (obs.sum(1) * 0 + 7).long()
+
+
 def save(path: Path, policy: nn.Module, obs: torch.Tensor, env_id: str) -> Path:
     card = json.dumps({"script": "by hand", "args": {"env_id": env_id}})
     program = torch.export.export(policy, (obs,), dynamic_shapes=({0: torch.export.Dim("rows")},))
@@ -138,6 +145,9 @@ def test_a_film_of_an_atari_game_shows_what_the_policy_saw(own_folder):
 
 CODE = "__import__('os').system('touch pwned')"
 CRAFTED = {
+    "an operation": lambda text: text.replace("aten.matmul.default", "aten.from_file.default"),
+    "an endless size": lambda text: re.sub(r'"expr_str": "[^"]*"', '"expr_str": "9*9"', text, count=1),
+    "a name of Python's": lambda text: text.replace('"obs"', '"__class__"'),
     "a size": lambda text: re.sub(r'"expr_str": "[^"]*"', f'"expr_str": "{CODE}"', text, count=1),
     "a guard": lambda text: text.replace('"guards_code": []', f'"guards_code": ["{CODE} or True"]'),
     "a name": lambda text: text.replace('"obs"', f'"obs={CODE}"'),
@@ -194,6 +204,7 @@ BAD = {  # flags, and a part of the sentence that refuses them
     "unknown env": ({"env_id": "Pendulm-v1"}, "Pendulum"),
     "other observations": ({"env_id": "HalfCheetah-v4"}, "observes (17,)"),
     "other actions": ({"env_id": "DiscretePendulum-v0"}, "takes Discrete(2)"),
+    "an action out of range": ({"policy": Path("wild.pt2")}, "action 7 is not in Discrete(2)"),
     "no screen": ({"render": True}, "--render needs a screen; use --video"),
     "film and window": ({"render": True, "video": True}, "exclude each other"),
 }
@@ -212,6 +223,8 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(monkeypatch, pendulum, caps
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     flags, words = BAD[case]
+    if case == "an action out of range":
+        save(Path("wild.pt2"), Wild(), torch.zeros(2, 4), "CartPole-v1")
     with pytest.raises(SystemExit) as exit:
         play.play(play.Args(**{"policy": pendulum} | flags))
     message = capsys.readouterr().err.strip().splitlines()[-1]
