@@ -56,6 +56,17 @@ def no_network(_, address):
     raise AssertionError(f"a connection to {address}, though nothing here needs a network")
 
 
+WRITERS = []  # those of TensorBoard that the test has opened
+
+
+def close_writers():
+    """A run that was broken off leaves its own open, whose thread fails once its folder is moved or gone."""
+    while WRITERS:
+        writer = WRITERS.pop()
+        Path(writer.log_dir).mkdir(parents=True, exist_ok=True)
+        writer.close()
+
+
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     """Every test writes its runs to a folder of its own and leaves torch as it found it."""
@@ -63,13 +74,10 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # what is compared should differ by little
     monkeypatch.setattr(socket.socket, "connect", no_network)
     threads = torch.get_num_threads()
-    writers = []
     make_writer = SummaryWriter.__init__
-    monkeypatch.setattr(SummaryWriter, "__init__", lambda w, *a, **k: writers.append(w) or make_writer(w, *a, **k))
+    monkeypatch.setattr(SummaryWriter, "__init__", lambda w, *a, **k: WRITERS.append(w) or make_writer(w, *a, **k))
     yield tmp_path
-    for writer in writers:  # a run that was broken off left its own open, whose thread would write elsewhere later
-        Path(writer.log_dir).mkdir(parents=True, exist_ok=True)  # the test may have moved it
-        writer.close()
+    close_writers()
     if torch.cuda.is_available():  # a capture that failed leaves its stream current
         torch.cuda.set_stream(torch.cuda.default_stream())
     torch.set_num_threads(threads)

@@ -17,7 +17,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, OFF_POLICY, PPO_CONTINUOUS, ROOT, SCRIPTS, TWINS, largest_difference, load, tiny, train
+from conftest import (
+    ATARI,
+    OFF_POLICY,
+    PPO_CONTINUOUS,
+    ROOT,
+    SCRIPTS,
+    TWINS,
+    close_writers,
+    largest_difference,
+    load,
+    tiny,
+    train,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 COUNTS = {"made_by", "global_step"}  # of a checkpoint: not what it restores
@@ -64,6 +76,7 @@ def train_until_killed(monkeypatch, name: str, **args) -> Path:
         patch.setattr(script, "save_checkpoint", save_and_die)
         with pytest.raises(Killed):
             train(patch, name, **args)
+    close_writers()
     return saves[-1].parent.rename("killed") / "checkpoint.pt"
 
 
