@@ -63,8 +63,9 @@ def close_writers():
     """A run that was broken off leaves its own open, whose thread fails once its folder is moved or gone."""
     while WRITERS:
         writer = WRITERS.pop()
-        Path(writer.log_dir).mkdir(parents=True, exist_ok=True)
-        writer.close()
+        if writer.all_writers is not None:  # not closed
+            Path(writer.log_dir).mkdir(parents=True, exist_ok=True)
+            writer.close()
 
 
 @pytest.fixture(autouse=True)
