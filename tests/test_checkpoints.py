@@ -135,14 +135,13 @@ def leaves(saved: dict) -> list[tuple]:
 
 ENDING = {"env_id": "BoundedEnv-v0"}  # episodes of a few steps, whose returns differ
 GYM = [name for name in SCRIPTS if name not in ATARI]
-DROPPED = [name for name in SCRIPTS if name not in ATARI and (name in PPO_CONTINUOUS or "sac" in name or "dqn" in name)]
 
 
-@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_every_part_of_a_checkpoint_counts(monkeypatch, name, own_folder):
     """With any one of them taken from an older checkpoint, a resumed run computes something else."""
     patch_reports(monkeypatch, name)
-    flags = problem(name) | ({} if "dqn" in name else ENDING)
+    flags = problem(name) | ({} if "dqn" in name or name in ATARI else ENDING)
     path = train_until_killed(monkeypatch, name, **flags)
     new, old = kept(path), kept(path.with_suffix(".old"))
 
@@ -154,6 +153,8 @@ def test_every_part_of_a_checkpoint_counts(monkeypatch, name, own_folder):
 
     metrics, last = outcome(new)
     for where in leaves(new):
+        if name in ATARI and where == ("last_returns",):
+            continue  # no game ends so soon
         mixed = tree_map(lambda x: x, new)
         part, source = (mixed["state"], old["state"]) if where[0] == "state" else (mixed, old)
         part[where[-1]] = source[where[-1]]
