@@ -8,6 +8,7 @@ usage() {
 ./run.sh                             measure PPO on HalfCheetah in every mode this machine has: a table and a picture
 ./run.sh test [PYTEST FLAGS]         the test suite that CI runs
 ./run.sh train SCRIPT [FLAGS]        train, e.g. ./run.sh train ppo_continuous_action_torchcompile --compile
+./run.sh play POLICY.PT2 [FLAGS]     play a trained policy, e.g. ./run.sh play runs/.../policy.pt2 --video
 ./run.sh compare [SCRIPT...] [FLAGS] measure modes beside Stable-Baselines3 and SBX, e.g. --pairs 5 --steps 81920
 ./run.sh sweep                       the commands behind every published number (hours), and the documents anew
 ./run.sh help                        this text
@@ -44,7 +45,7 @@ install() { # install NAME REQUIREMENTS: once for each content of the requiremen
 }
 
 [[ ${1:-} =~ ^(help|-h|--help)$ ]] && usage && exit
-[[ -z ${1:-} || $1 =~ ^(test|train|compare|sweep)$ ]] || { usage >&2 && die "no command '$1'."; }
+[[ -z ${1:-} || $1 =~ ^(test|train|play|compare|sweep)$ ]] || { usage >&2 && die "no command '$1'."; }
 install core requirements-dev.txt
 [[ ${1:-} =~ ^(compare|sweep)$ ]] && install peers requirements-peers.txt
 export PATH=$PWD/.venv/bin:$PATH
@@ -57,6 +58,7 @@ case ${1:-} in
     [[ $2 == *multigpu ]] && launch="-m torch.distributed.run $(python -c "$ranks")"
     exec python $launch "leanrl/$2.py" "${@:3}"
     ;;
+  play) exec python leanrl/play.py "${@:2}" ;;
   compare) exec python benchmark/compare.py "${@:2}" ;;
   sweep)
     python benchmark/compare.py --out benchmark/results/cpu
