@@ -2,7 +2,6 @@
 # Sets up .venv once, then does what it is told. Needs git, python3 >= 3.11 with venv and headers, and a C++ compiler.
 set -euo pipefail
 cd "$(dirname "$0")"
-
 usage() {
   cat <<'END'
 ./run.sh                             measure PPO on HalfCheetah in every mode this machine has: a table and a picture
@@ -16,7 +15,6 @@ END
 }
 
 die() { echo "error: $*" >&2 && exit 1; }
-
 python=${PYTHON:-python3} log=.venv/setup.log launch=
 
 check_machine() { # one sentence for each thing that is missing, before anything is downloaded
