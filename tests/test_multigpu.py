@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import shutil
 import signal
@@ -21,35 +23,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_cuda import distance
 
 SCRIPT = "ppo_atari_multigpu"
+FORKS = multiprocessing.get_context("forkserver")
 SIZES = {"num_steps": 12, "num_minibatches": 2, "update_epochs": 3, "total_timesteps": 72}
-WORKER = """
-import atexit, os, sys
-from pathlib import Path
-def no_thread_is_left():  # one that outlives the interpreter may hang
-    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    if any("gloo" in name for name in threads):
-        print(threads, file=sys.stderr, flush=True)
-        os._exit(3)
-atexit.register(no_thread_is_left)  # the first to be registered is the last to be called
-sys.path[:0] = [{leanrl!r}, {tests!r}]
-import torch
-import ppo_atari_multigpu as script
-from conftest import ScriptedPool
-rank, agents, batches = int(os.environ["RANK"]), [], []
-class SpiedAgent(script.AtariAgent):
-    def __init__(self, *args):
-        super().__init__(*args)
-        for p in self.parameters():
-            p.data += rank  # the broadcast of rank 0's parameters must put that right
-        agents.append(self)
-script.AtariAgent = SpiedAgent
-torch.set_num_threads(1)
-{patch}
-script.train(script.Args(**{args!r} | {{"save_model": False}}))
-torch.save({{name: p.detach() for name, p in agents[0].named_parameters()}}, f"parameters{{rank}}.pt")
-counters = torch._dynamo.utils.counters
-torch.save((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())), f"graphs{{rank}}.pt")
-"""
 GREEDY_ON_SCRIPTED_GAMES = """
 script.make_envs = ScriptedPool
 torch.Tensor.exponential_ = lambda self: self.fill_(1.0)
@@ -70,31 +45,32 @@ def no_process_is_left(own_folder):
     assert not left
 
 
-class Ranks:
-    """Processes of one run, started as torchrun would start them; none outlives the test. No patch: the file itself."""
+def rank_variables(world_size: int, nodes: int = 1) -> list[dict[str, str]]:
+    """The environment variables that torchrun would give each rank."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    local = [str(rank % (world_size // nodes)) for rank in range(world_size)]
+    return [common | {"RANK": str(rank), "LOCAL_RANK": local[rank]} for rank in range(world_size)]
 
-    def __init__(self, world_size: int, patch: str | None, cwd, nodes: int = 1, **args):
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        paths = {"leanrl": str(ROOT / "leanrl"), "tests": str(ROOT / "tests")}
+
+class Ranks:
+    """Processes that run the file itself, started as torchrun would start them; none outlives the test."""
+
+    def __init__(self, world_size: int, **args):
         args = {"cuda": False, "timeout": 20} | args
-        command = ["-c", WORKER.format(patch=patch, args=args, **paths)]
-        if patch is None:
-            flags = [f"--{name.replace('_', '-')}={value}" for name, value in args.items() if type(value) is not bool]
-            flags += [f"--{'' if value else 'no-'}{name}" for name, value in args.items() if type(value) is bool]
-            command = [str(ROOT / "leanrl" / f"{SCRIPT}.py"), *flags]
-        common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in args.items() if type(value) is not bool]
+        flags += [f"--{'' if value else 'no-'}{name}" for name, value in args.items() if type(value) is bool]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, *command],
-                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank % (world_size // nodes))},
-                cwd=cwd,
+                [sys.executable, ROOT / "leanrl" / f"{SCRIPT}.py", *flags],
+                env=os.environ | variables,
                 stderr=subprocess.PIPE,
                 text=True,
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
             )
-            for rank in range(world_size)
+            for variables in rank_variables(world_size)
         ]
 
     def __enter__(self):
@@ -113,12 +89,66 @@ class Ranks:
         return [(process.returncode, output) for process, output in zip(self.processes, outputs, strict=True)]
 
 
+def be_rank(variables: dict[str, str], cwd, patch: str, args: dict):
+    """Trains as one rank and writes the final parameters; `patch` is code that changes the script before."""
+    os.chdir(cwd)
+    os.environ.update(variables)
+    rank = int(variables["RANK"])
+    os.dup2(os.open(f"stderr{rank}", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    script = load(SCRIPT)
+    agents = []
+
+    class SpiedAgent(script.AtariAgent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            for p in self.parameters():
+                p.data += rank  # the broadcast of rank 0's parameters must put that right
+            agents.append(self)
+
+    script.AtariAgent = SpiedAgent
+    torch.set_num_threads(1)
+    exec(patch, {"os": os, "rank": rank, "script": script, "sys": sys, "torch": torch, "ScriptedPool": ScriptedPool})
+    script.train(script.Args(**args | {"save_model": False}))
+    torch.save({name: p.detach() for name, p in agents[0].named_parameters()}, f"parameters{rank}.pt")
+    counters = torch._dynamo.utils.counters
+    torch.save((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())), f"graphs{rank}.pt")
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not any("gloo" in name for name in threads), threads  # one that outlives the interpreter may hang
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server():
+    """A process that has imported all of this: ranks are forked from it in no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setenv("PYTHONPATH", f"{ROOT / 'leanrl'}:{ROOT / 'tests'}")
+        FORKS.set_forkserver_preload(["test_multigpu", SCRIPT])
+        multiprocessing.resource_tracker.ensure_running()
+        multiprocessing.forkserver.ensure_running()
+
+
+def run_ranks(world_size: int, cwd, patch: str, nodes: int = 1, **args) -> list[tuple[int, str]]:
+    """Exit codes and what the ranks wrote to stderr, once all have ended; a rank that has not by then is killed."""
+    cwd.mkdir(exist_ok=True)
+    args = {"cuda": False, "timeout": 20} | args
+    ranks = [
+        FORKS.Process(target=be_rank, args=(variables, cwd, patch, args))
+        for variables in rank_variables(world_size, nodes)
+    ]
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + 240
+    for rank in ranks:
+        rank.join(max(deadline - time.monotonic(), 0.1))
+        rank.kill()
+        rank.join()
+    return [(rank.exitcode, (cwd / f"stderr{i}").read_text()) for i, rank in enumerate(ranks)]
+
+
 def train(world_size: int, cwd, patch: str = GREEDY_ON_SCRIPTED_GAMES, **args) -> list[dict[str, torch.Tensor]]:
     """The final parameters on each rank."""
-    cwd.mkdir()
-    with Ranks(world_size, patch, cwd, **args) as ranks:
-        for code, output in ranks.wait(240):
-            assert code == 0, output
+    for code, output in run_ranks(world_size, cwd, patch, **args):
+        assert code == 0, output
     return [torch.load(cwd / f"parameters{rank}.pt", map_location="cpu") for rank in range(world_size)]
 
 
@@ -235,7 +265,7 @@ def test_a_rollout_with_one_valid_row_is_no_divergence(own_folder):
 )
 def test_a_rank_that_fails_ends_the_others(own_folder, victim, fault, flags):
     sizes = {"local_num_envs": 2, "num_steps": 16, "num_minibatches": 1, "total_timesteps": 10**9, "timeout": 10}
-    with Ranks(2, None, own_folder, **sizes, **flags) as ranks:
+    with Ranks(2, **sizes, **flags) as ranks:
         shown = b""
         while b"episodic_return" not in shown:  # of rank 0's bar, after an iteration; the time limit is the test's
             shown += (part := os.read(ranks.processes[0].stderr.fileno(), 4096))
@@ -250,15 +280,13 @@ def test_a_rank_that_fails_ends_the_others(own_folder, victim, fault, flags):
 def test_a_break_is_decided_by_all_ranks(own_folder):
     """Rank 0 alone has moved far, by 1. The mean over ranks is 0.5, so both leave the epochs."""
     patch = GREEDY_ON_SCRIPTED_GAMES + (
-        "original, calls = script.ppo_loss, []\n"
-        "def ppo_loss(*args):\n    loss, losses = original(*args)\n    calls.append(1)\n"
+        "original = script.ppo_loss\n"
+        "def ppo_loss(*args):\n    loss, losses = original(*args)\n    print('a minibatch', file=sys.stderr)\n"
         "    losses[script.PPO_LOSSES.index('approx_kl')] = 1.0 - rank\n    return loss, losses\n"
         "script.ppo_loss = ppo_loss\n"
-        "import atexit\natexit.register(lambda: print('calls', len(calls), file=sys.stderr))\n"
     )
-    with Ranks(2, patch, own_folder, local_num_envs=1, **SIZES, target_kl=0.4) as ranks:
-        for code, output in ranks.wait(60):
-            assert code == 0 and "calls 6\n" in output, output  # three rollouts of two minibatches
+    for code, output in run_ranks(2, own_folder, patch, local_num_envs=1, **SIZES, target_kl=0.4):
+        assert code == 0 and output.count("a minibatch\n") == 6, output  # three rollouts of two minibatches
     (summary,) = own_folder.glob("runs/*/summary.json")
     assert json.loads(summary.read_text())["metrics"]["approx_kl"] == 0.5
 
@@ -287,9 +315,8 @@ def test_a_break_is_decided_by_all_ranks(own_folder):
 )
 def test_what_stops_one_rank_stops_all(own_folder, world_size, patch, message):
     sizes = SIZES | {"total_timesteps": 36 * world_size}
-    with Ranks(world_size, GREEDY_ON_SCRIPTED_GAMES + patch, own_folder, local_num_envs=1, **sizes) as ranks:
-        for code, output in ranks.wait(60):
-            assert code == 1 and message in output, output
+    for code, output in run_ranks(world_size, own_folder, GREEDY_ON_SCRIPTED_GAMES + patch, local_num_envs=1, **sizes):
+        assert code == 1 and message in output, output
 
 
 def test_without_torchrun_it_says_how_to_start(capsys, monkeypatch):
@@ -380,9 +407,7 @@ def test_two_killed_and_resumed_ranks_compute_the_same_bits(own_folder):
     """Rank 0 dies after its second checkpoint, of three iterations; rank 1 learns of it."""
     sizes = SIZES | {"local_num_envs": 1, "checkpoint_interval": 24}
     whole = train(2, own_folder / "whole", SCRIPTED_GAMES, **sizes)
-    (own_folder / "killed").mkdir()
-    with Ranks(2, DIE_AFTER_TWO_SAVES, own_folder / "killed", **sizes) as ranks:
-        assert [code for code, _ in ranks.wait(60)][0] == 9
+    assert run_ranks(2, own_folder / "killed", DIE_AFTER_TWO_SAVES, **sizes)[0][0] == 9
     (path,) = (own_folder / "killed").glob("runs/*/checkpoint.pt")
     resumed = train(2, own_folder / "resumed", SCRIPTED_GAMES, **sizes, resume=str(path))
     assert all(torch.equal(a[name], b[name]) for a, b in zip(whole, resumed) for name in a)
@@ -393,7 +418,7 @@ def test_two_killed_and_resumed_ranks_compute_the_same_bits(own_folder):
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(own_folder):
     sizes = {"env_id": "Pong-v5", "local_num_envs": 2, "num_steps": 32, "total_timesteps": 10**6}
-    with Ranks(2, None, own_folder, **sizes) as ranks:
+    with Ranks(2, **sizes) as ranks:
         while not list(own_folder.glob("runs/*/events*")):
             time.sleep(0.1)
         time.sleep(3)
