@@ -1,8 +1,13 @@
 """What the tests share: scripts as modules, training in a throw-away folder, a scripted environment."""
 
 import importlib
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
 import socket
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -91,6 +96,44 @@ def own_folder(tmp_path, monkeypatch):
 
 def load(name: str) -> ModuleType:
     return importlib.import_module(name)
+
+
+FORKS = multiprocessing.get_context("forkserver")
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    """A process that has imported PyTorch and the scripts: what is forked from it starts at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setenv("PYTHONPATH", f"{ROOT / 'leanrl'}:{ROOT / 'tests'}")
+        FORKS.set_forkserver_preload(["conftest", "torch._inductor.compile_fx", *ALL_SCRIPTS])
+        multiprocessing.resource_tracker.ensure_running()
+        multiprocessing.forkserver.ensure_running()
+
+
+def call_with_output_in_file(path: Path, function: Callable, *args):
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    function(*args)
+
+
+def forked(function: Callable, *calls: tuple) -> list[tuple[int, str]]:
+    """Calls the function in processes of their own at once: their exit codes and what they print. Needs fork_server."""
+    paths = [Path(f"output{i}").absolute() for i in range(len(calls))]
+    processes = [
+        FORKS.Process(target=call_with_output_in_file, args=(path, function, *call))
+        for path, call in zip(paths, calls, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 240
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0.1))
+        process.kill()
+        process.join()
+    return [(process.exitcode, path.read_text()) for process, path in zip(processes, paths)]
 
 
 def train(monkeypatch, name: str, **args) -> SimpleNamespace:

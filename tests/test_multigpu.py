@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import shutil
 import signal
@@ -17,13 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, ScriptedPool, load
+from conftest import ROOT, ScriptedPool, forked, load
 from conftest import train as train_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_cuda import distance
 
 SCRIPT = "ppo_atari_multigpu"
-FORKS = multiprocessing.get_context("forkserver")
 SIZES = {"num_steps": 12, "num_minibatches": 2, "update_epochs": 3, "total_timesteps": 72}
 GREEDY_ON_SCRIPTED_GAMES = """
 script.make_envs = ScriptedPool
@@ -33,7 +30,7 @@ torch.randperm = lambda n, device=None: torch.arange(n, device=device)
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left(own_folder):
+def no_process_is_left(own_folder, fork_server):
     """Neither a rank nor a child of one: whoever works in the test's folder and is not the test."""
     yield
     left = []
@@ -94,7 +91,6 @@ def be_rank(variables: dict[str, str], cwd, patch: str, args: dict):
     os.chdir(cwd)
     os.environ.update(variables)
     rank = int(variables["RANK"])
-    os.dup2(os.open(f"stderr{rank}", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     script = load(SCRIPT)
     agents = []
 
@@ -116,33 +112,11 @@ def be_rank(variables: dict[str, str], cwd, patch: str, args: dict):
     assert not any("gloo" in name for name in threads), threads  # one that outlives the interpreter may hang
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fork_server():
-    """A process that has imported all of this: ranks are forked from it in no time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setenv("PYTHONPATH", f"{ROOT / 'leanrl'}:{ROOT / 'tests'}")
-        FORKS.set_forkserver_preload(["test_multigpu", SCRIPT])
-        multiprocessing.resource_tracker.ensure_running()
-        multiprocessing.forkserver.ensure_running()
-
-
 def run_ranks(world_size: int, cwd, patch: str, nodes: int = 1, **args) -> list[tuple[int, str]]:
-    """Exit codes and what the ranks wrote to stderr, once all have ended; a rank that has not by then is killed."""
+    """Exit codes and what the ranks wrote, once all have ended."""
     cwd.mkdir(exist_ok=True)
     args = {"cuda": False, "timeout": 20} | args
-    ranks = [
-        FORKS.Process(target=be_rank, args=(variables, cwd, patch, args))
-        for variables in rank_variables(world_size, nodes)
-    ]
-    for rank in ranks:
-        rank.start()
-    deadline = time.monotonic() + 240
-    for rank in ranks:
-        rank.join(max(deadline - time.monotonic(), 0.1))
-        rank.kill()
-        rank.join()
-    return [(rank.exitcode, (cwd / f"stderr{i}").read_text()) for i, rank in enumerate(ranks)]
+    return forked(be_rank, *((variables, cwd, patch, args) for variables in rank_variables(world_size, nodes)))
 
 
 def train(world_size: int, cwd, patch: str = GREEDY_ON_SCRIPTED_GAMES, **args) -> list[dict[str, torch.Tensor]]:
@@ -153,7 +127,7 @@ def train(world_size: int, cwd, patch: str = GREEDY_ON_SCRIPTED_GAMES, **args) -
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
+def one_process(tmp_path_factory, fork_server):
     """The final parameters of one process on env 0 and env 1, computed once for each value of norm_adv."""
 
     @functools.cache

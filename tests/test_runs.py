@@ -2,18 +2,20 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import time
 from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ALL_SCRIPTS, ATARI, OFF_POLICY, PPO, PPO_CONTINUOUS, ROOT, SCRIPTS, load, tiny, train
+from conftest import ALL_SCRIPTS, ATARI, OFF_POLICY, PPO, PPO_CONTINUOUS, ROOT, SCRIPTS, forked, load, tiny, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 GYM = [name for name in SCRIPTS if name not in ATARI]
@@ -323,17 +325,31 @@ def test_a_mistyped_flag_is_told_what_to_type():
     assert "--learning-rate" in process.stderr and "Traceback" not in process.stderr
 
 
+def run_copy(copy: Path, flags: list[str]):
+    """As `python copy` does, where nothing else of the project can be imported."""
+    sys.path[:] = [part for part in sys.path if not Path(part).is_relative_to(ROOT / "leanrl")]
+    for name in ALL_SCRIPTS:
+        del sys.modules[name]
+    sys.argv = [str(copy), *flags]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_copied_script_runs_alone_and_is_tracked_offline_if_asked(name, own_folder):
+def test_a_copied_script_runs_alone_and_is_tracked_offline_if_asked(name, own_folder, fork_server):
     copy = shutil.copy(ROOT / "leanrl" / f"{name}.py", own_folder)
-    flags = [part for key, value in tiny(name).items() for part in ("--" + key.replace("_", "-"), value)]
+    flags = [str(part) for key, value in tiny(name).items() for part in ("--" + key.replace("_", "-"), value)]
     tracked = name == "dqn_torchcompile"
     if tracked:  # W&B may look for changes that are not committed
         subprocess.run(["git", "init", "-q"], check=True)
-    flags += ["--compile"] * (name == "ppo_continuous_action_torchcompile")
-    process = command(copy, *["--track"] * tracked, *flags, cwd=own_folder, env=os.environ | {"WANDB_MODE": "offline"})
-    assert process.returncode == 0, process.stderr
+        flags.append("--track")
+    if name in ("dqn_torchcompile", "ppo_continuous_action_torchcompile"):
+        flags += ["--compile"] * ("ppo" in name)
+        process = command(copy, *flags, cwd=own_folder, env=os.environ | {"WANDB_MODE": "offline"})
+        code, output = process.returncode, process.stderr
+    else:
+        [(code, output)] = forked(run_copy, (copy, flags))
+    assert code == 0, output
     (summary,) = (own_folder / "runs").glob(f"{tiny(name)['env_id']}__{name}__1__*/summary.json")
     assert json.loads(summary.read_text())["metrics"]["global_step"] == 1024
     assert bool(list(own_folder.glob("wandb/offline-run-*/run-*.wandb"))) == tracked
@@ -351,28 +367,32 @@ def test_wandb_is_not_imported_without_track(own_folder):
     assert process.returncode == 0, process.stderr
 
 
+def print_memory(name: str, args: dict):
+    """In MB, after 1500 and after 3000 steps."""
+    script = load(name)
+    memory = {}
+    report = script.report
+
+    def spied(losses, parameters, data, last_returns, marks, *rest):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        memory[marks[-1][1]] = pages // 256  # of 4 KiB
+        return report(losses, parameters, data, last_returns, marks, *rest)
+
+    script.report = spied
+    script.train(script.Args(**args))
+    print("\nmemory", memory[1500], memory[3000])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OFF_POLICY)
-def test_nothing_grows_with_time(name, own_folder):
+def test_nothing_grows_with_time(name, fork_server):
     """After twice as many steps as when the replay was full, memory in use is the same."""
-    code = (
-        "import {name} as script\n"
-        "memory, report = dict(), script.report\n"
-        "def spied(losses, parameters, data, last_returns, marks, *rest):\n"
-        "    memory[marks[-1][1]] = int(open('/proc/self/statm').read().split()[1]) // 256\n"  # pages of 4 KiB
-        "    return report(losses, parameters, data, last_returns, marks, *rest)\n"
-        "script.report = spied\n"
-        "script.train(script.Args(**{args}))\n"
-        "print(memory[1500], memory[3000])\n"
-    )
     args = tiny(name) | {"total_timesteps": 3000, "batch_size": 8, "device": "cpu", "save_model": False}
     args |= {"target_network_frequency": 10, "train_frequency": 1} if "dqn" in name else {}
     args |= {"compile": True} if name == "dqn_torchcompile" else {}  # the others would take a minute to compile
-    process = command(
-        "-c", code.format(name=name, args=args), cwd=own_folder, env=os.environ | {"PYTHONPATH": str(ROOT / "leanrl")}
-    )
-    assert process.returncode == 0, process.stderr
-    short, long = map(int, process.stdout.split())
+    [(code, output)] = forked(print_memory, (name, args))
+    assert code == 0, output
+    short, long = map(int, output.splitlines()[-1].split()[1:])
     assert long - short < 8, f"{short} MB after 1500 steps, {long} MB after 3000"
 
 
