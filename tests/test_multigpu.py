@@ -435,8 +435,9 @@ def test_torchrun_restarts_from_the_last_checkpoint_after_a_rank_is_killed(own_f
 
 
 def is_rank(process: Path, folder: Path) -> bool:
-    """Whether a process of /proc is a rank of the script that runs in this folder, not torchrun itself."""
+    """Whether a process of /proc runs the script in this folder, as a rank: not torchrun, which names the script, too."""
     with contextlib.suppress(OSError):
         words = (process / "cmdline").read_text().split("\0")
-        return (process / "cwd").readlink() == folder and "torch.distributed.run" not in words and "-u" in words
+        is_script = any(word.endswith(f"{SCRIPT}.py") for word in words) and "torch.distributed.run" not in words
+        return is_script and (process / "cwd").readlink() == folder
     return False
