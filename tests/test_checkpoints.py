@@ -260,6 +260,7 @@ def test_a_finished_run_goes_on_with_more_steps(monkeypatch):
 
 def save_forever(script, folder: Path, step: int):
     """In a process of its own; the file `ended` tells of the last save that has ended."""
+    torch.set_num_threads(1)  # OpenMP's other threads were not forked
     with (folder / "ended").open("w") as ended:
         while True:
             step += 1
