@@ -203,7 +203,8 @@ def play(args: Args) -> dict:
     if args.render and on_linux and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         fail("--render needs a screen; use --video.")
     if args.video and on_linux:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
+        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo draws without a screen
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # so does pygame
     policy, example, card = load_policy(args.policy)
     env_id = args.env_id or card["args"]["env_id"]
     if ":" in env_id and not args.env_id:
