@@ -10,10 +10,11 @@
 
 Paper: Mnih et al. 2015, https://www.nature.com/articles/nature14236.
 Fast twin: dqn_torchcompile.py. `diff -u` the two files to see what makes it faster.
+To learn the algorithm, read QNetwork, sample() and train(). The rest is plumbing.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = number of actions.
 Differences from CleanRL's script of the same name:
-1. The loop is act, learn, step, store, so a new transition can be sampled only one step later than in CleanRL.
-2. Each observation is stored once. The step in which an env resets itself gets weight 0 in the loss.
+1. The loop is act, learn, step, store: a GPU learns while the envs step. New rows are drawn a step later.
+2. Each observation is stored once. A step in which an env resets itself is drawn anew, or gets weight 0.
 3. The network is only evaluated when it decides: a random action needs no forward pass.
 """
 
@@ -70,7 +71,7 @@ class Args:
     train_frequency: int = 10  # env steps between updates
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between two checkpoints, each of which cuts the open episodes off; 0: none
+    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -85,7 +86,7 @@ def fail(message: str):
 
 
 def check_numbers(args: Args):
-    """Refuses negative and enormous numbers, counts of zero where one is needed, and shares above 1."""
+    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
             may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
@@ -129,7 +130,7 @@ def step_envs(envs: list[gym.Env], global_step: int, action, obs, reward, termin
                 continue
             obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
         except Exception as error:
-            error.add_note(f"error: env {i} raised this in env step {global_step}. The last checkpoint is kept.")
+            error.add_note(f"error: env {i} raised this in env step {global_step}. Earlier checkpoints are kept.")
             raise
         if "episode" in info:
             episodes.append(info["episode"])
@@ -188,10 +189,10 @@ def split_row(row, obs_dim: int):
     return row[..., :obs_dim], row[..., obs_dim:-3], row[..., -3], row[..., -2], row[..., -1]
 
 
-def sample(ring: Tensor, newest, pairs, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
+def sample(ring: Tensor, newest: int | Tensor, pairs: int | Tensor, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
     """A batch of transitions, drawn uniformly from the last `pairs` pairs of rows up to time `newest`."""
     rows, num_envs, _ = ring.shape
-    # Three draws for each place in the batch, in float64, since float32 would miss rows of a large ring.
+    # Three draws for each place in the batch, in case that one is a reset. Float32 would miss rows of a large ring.
     draws = (torch.rand(3, batch_size, dtype=torch.float64, device=ring.device) * (pairs * num_envs)).long()
     is_valid = ring[(newest - draws // num_envs) % rows, draws % num_envs, -1]  # (3, B); 0: an env reset itself
     draw = draws.gather(0, is_valid.argmax(0, keepdim=True))[0]  # (B,), the first valid one
@@ -232,7 +233,7 @@ def start_run(args: Args) -> tuple[Path, SummaryWriter]:
     run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     try:
         if args.track:
-            import wandb  # an optional dependency
+            import wandb
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
@@ -255,7 +256,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not state.get("replay", torch.zeros(())).isfinite().all():
+        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -294,11 +295,11 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
 
 
 def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics. A mark is (seconds, env steps): one of the start, then one of each report."""
+    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
     global_step = marks[-1][1]
     norms = torch._foreach_norm([p.detach() for p in parameters.values()])
     names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
-    values = torch.stack([*losses.values(), *norms]).tolist()  # the only sync in here
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync, if all is well
     metrics = dict(zip(losses, values))
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
@@ -309,7 +310,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             advice = "a smaller learning rate may help"
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
-            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. The last checkpoint is kept.")
+            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -334,8 +335,7 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
                 p.data = p.clone(memory_format=torch.contiguous_format)
-            shapes = ({0: torch.export.Dim("rows")},)
-            program = torch.export.export(policy, (obs,), dynamic_shapes=shapes)
+            program = torch.export.export(policy, (obs,), dynamic_shapes=({0: torch.export.Dim("rows")},))
             card = {"card.json": json.dumps(summary, indent=2)}
             torch.export.save(program, run_dir / "new.pt2", extra_files=card)
             (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
@@ -344,7 +344,7 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
 
 
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
-    """Trains an agent to the end, or until there is a signal, and returns the final metrics."""
+    """Trains an agent and returns the final metrics; after a signal it saves and exits instead."""
     check_numbers(args)
     N = args.num_envs
     total_steps = math.ceil(args.total_timesteps / N)
@@ -369,7 +369,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     rng = np.random.default_rng(args.seed)
     exploration_steps = args.exploration_fraction * args.total_timesteps
 
-    # The newest row of the replay ring, on the host. Its parts are views: stepping the envs fills it.
+    # The newest row of the replay ring, on the host. Its parts are views: writing to them fills it.
     row = torch.zeros(N, obs_dim + 1 + 3)
     obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)
     truncated = np.zeros(N, bool)
@@ -382,7 +382,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
 
     def start_anew(step: int):
-        """Cuts the open episodes off; from here on, random streams follow from seed and step."""
+        """Cuts the open episodes off and seeds anew by seed and step, so that a resumed run goes on alike."""
         seeds = np.random.SeedSequence([args.seed, step]).generate_state(N + 1).tolist()
         torch.manual_seed(seeds[N])
         rng.bit_generator.state = np.random.default_rng(seeds[N]).bit_generator.state
@@ -426,7 +426,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     marks = [(time.perf_counter(), global_step)]
     interval = args.checkpoint_interval or math.inf
     saved_at = global_step
-    path = stopped_by = None  # the newest checkpoint, and a signal
+    path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
     first_drawn = first_step
     for step in range(first_step, total_steps):
         # act
@@ -488,7 +488,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     for resource in (progress, *envs):
         resource.close()
     if stopped_by:
-        print("to go on: python", shlex.join(sys.argv), "--resume", path or "auto", file=sys.stderr)
+        print("to go on: python", shlex.join([*sys.argv, "--resume", str(path or "auto")]), file=sys.stderr)
         sys.exit(128 + stopped_by)
     return metrics
 
@@ -505,6 +505,6 @@ if __name__ == "__main__":
     try:
         train(tyro.cli(Args), signals)
     except RuntimeError as error:
-        if "allocate" not in str(error) or hasattr(error, "__notes__"):  # an env has raised it
+        if "allocate" not in str(error) or hasattr(error, "__notes__"):  # the note: an env has raised it
             raise
         sys.exit(f"\nerror: too little memory; lower --batch-size or --buffer-size. {error!s:.300}")

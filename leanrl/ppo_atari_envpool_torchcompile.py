@@ -11,6 +11,7 @@
 
 Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
 Plain twin: ppo_atari_envpool.py. docs/performance.md explains each perf[name].
+To learn the algorithm, read AtariAgent, gae(), ppo_loss() and train(). The rest is plumbing.
 Shapes: T = num_steps, N = num_envs, B = T * N, A = number of actions.
 A rollout has the shape (T, N, ...); flattened to (B, ...) it is the batch.
 Differences from CleanRL's script of the same name:
@@ -87,7 +88,7 @@ class Args:
     bf16: bool = False  # compute the network in bfloat16
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between two checkpoints, each of which cuts the open episodes off; 0: none
+    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -102,7 +103,7 @@ def fail(message: str):
 
 
 def check_numbers(args: Args):
-    """Refuses negative and enormous numbers, counts of zero where one is needed, and shares above 1."""
+    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
             may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
@@ -298,7 +299,7 @@ def start_run(args: Args) -> tuple[Path, SummaryWriter]:
     run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     try:
         if args.track:
-            import wandb  # an optional dependency
+            import wandb
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
@@ -321,7 +322,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not state.get("replay", torch.zeros(())).isfinite().all():
+        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -360,11 +361,11 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
 
 
 def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics. A mark is (seconds, env steps): one of the start, then one of each report."""
+    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
     global_step = marks[-1][1]
     norms = torch._foreach_norm([p.detach() for p in parameters.values()])
     names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
-    values = torch.stack([*losses.values(), *norms]).tolist()  # the only sync in here
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync, if all is well
     metrics = dict(zip(losses, values))
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
@@ -375,7 +376,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             advice = "a smaller learning rate may help"
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
-            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. The last checkpoint is kept.")
+            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -400,8 +401,7 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
                 p.data = p.clone(memory_format=torch.contiguous_format)
-            shapes = ({0: torch.export.Dim("rows")},)
-            program = torch.export.export(policy, (obs,), dynamic_shapes=shapes)
+            program = torch.export.export(policy, (obs,), dynamic_shapes=({0: torch.export.Dim("rows")},))
             card = {"card.json": json.dumps(summary, indent=2)}
             torch.export.save(program, run_dir / "new.pt2", extra_files=card)
             (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
@@ -411,7 +411,7 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
 
 @torch.compiler.set_stance("default")  # perf[guards] guards are back when train ends, even by an error
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
-    """Trains an agent to the end, or until there is a signal, and returns the final metrics."""
+    """Trains an agent and returns the final metrics; after a signal it saves and exits instead."""
     check_numbers(args)
     T = args.num_steps
     N = args.num_envs
@@ -436,11 +436,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         sys.exit(0)
     keep_freed_memory()
     device = pick_device(args)
-    run_dir, writer = start_run(args)
     on_gpu = device.type == "cuda"
     if args.cudagraphs and not on_gpu:  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
+    run_dir, writer = start_run(args)
     num_actions = int(pools[0].action_space.n)
     # perf[pinned] pinned memory: the copies do not wait
     obs = torch.from_numpy(np.concatenate([pool.reset()[0] for pool in pools]))
@@ -468,7 +468,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     scores = np.zeros(N)
 
     def start_anew(iteration: int):
-        """Makes the envs anew; from here on, random streams follow from seed and iteration."""
+        """Makes the envs anew and seeds anew by seed and iteration, so that a resumed run goes on alike."""
         seeds = (np.random.SeedSequence([args.seed, iteration]).generate_state(N + 1) // 2).tolist()
         torch.manual_seed(seeds[N])
         done[:] = False
@@ -543,7 +543,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     marks = [(time.perf_counter(), global_step)]
     interval = args.checkpoint_interval or math.inf
     saved_at = global_step
-    path = stopped_by = None  # the newest checkpoint, and a signal
+    path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
     for iteration in range(first_iteration, num_iterations):
         remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
         learning_rate = args.learning_rate * remaining
@@ -615,7 +615,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     for resource in (progress, *pools):  # perf[groups]
         resource.close()
     if stopped_by:
-        print("to go on: python", shlex.join(sys.argv), "--resume", path or "auto", file=sys.stderr)
+        print("to go on: python", shlex.join([*sys.argv, "--resume", str(path or "auto")]), file=sys.stderr)
         sys.exit(128 + stopped_by)
     return metrics
 

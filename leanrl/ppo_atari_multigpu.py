@@ -12,6 +12,7 @@
 Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
 Each rank (process) has its own envs and, if there are any, its own GPU. Gradients are averaged over the ranks,
 so all ranks hold equal parameters. See docs/multigpu.md for several nodes, docs/performance.md for perf[name].
+To learn the algorithm, read AtariAgent, gae(), ppo_loss() and train(). The rest is plumbing.
 Shapes: T = num_steps, N = local_num_envs, B = T * N of a rank, A = number of actions.
 A rollout has the shape (T, N, ...); flattened to (B, ...) it is the batch.
 Differences from CleanRL: those of ppo_atari_envpool.py; means are over the minibatches of all ranks together.
@@ -83,7 +84,7 @@ class Args:
     cudagraphs: bool = False  # capture policy, gradients and optimizer step as CUDA graphs, without DDP
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between two checkpoints, each of which cuts the open episodes off; 0: none
+    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -98,7 +99,7 @@ def fail(message: str):
 
 
 def check_numbers(args: Args):
-    """Refuses negative and enormous numbers, counts of zero where one is needed, and shares above 1."""
+    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
             may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
@@ -254,7 +255,7 @@ def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter
         if rank == 0:
             run_dir.mkdir(parents=True)  # fails if another run has it
             if args.track:
-                import wandb  # an optional dependency
+                import wandb
 
                 names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
                 wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
@@ -311,7 +312,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not state.get("replay", torch.zeros(())).isfinite().all():
+        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -350,11 +351,11 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
 
 
 def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics. A mark is (seconds, env steps): one of the start, then one of each report."""
+    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
     global_step = marks[-1][1]
     norms = torch._foreach_norm([p.detach() for p in parameters.values()])
     names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
-    values = torch.stack([*losses.values(), *norms]).tolist()  # the only sync in here
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync, if all is well
     metrics = dict(zip(losses, values))
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
@@ -365,7 +366,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             advice = "a smaller learning rate may help"
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
-            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. The last checkpoint is kept.")
+            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -390,8 +391,7 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
                 p.data = p.clone(memory_format=torch.contiguous_format)
-            shapes = ({0: torch.export.Dim("rows")},)
-            program = torch.export.export(policy, (obs,), dynamic_shapes=shapes)
+            program = torch.export.export(policy, (obs,), dynamic_shapes=({0: torch.export.Dim("rows")},))
             card = {"card.json": json.dumps(summary, indent=2)}
             torch.export.save(program, run_dir / "new.pt2", extra_files=card)
             (run_dir / "new.pt2").rename(run_dir / "policy.pt2")

@@ -10,6 +10,7 @@
 
 Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
 Fast twin: ppo_continuous_action_torchcompile.py. `diff -u` the two files to see what makes it faster.
+To learn the algorithm, read Agent, gae(), ppo_loss() and train(). The rest is plumbing.
 Shapes: T = num_steps, N = num_envs, B = T * N, the rows of a rollout; O, A = sizes of an observation and an action.
 Differences from CleanRL's script of the same name:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
@@ -72,7 +73,7 @@ class Args:
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between two checkpoints, each of which cuts the open episodes off; 0: none
+    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -87,7 +88,7 @@ def fail(message: str):
 
 
 def check_numbers(args: Args):
-    """Refuses negative and enormous numbers, counts of zero where one is needed, and shares above 1."""
+    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
             may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
@@ -131,7 +132,7 @@ def step_envs(envs: list[gym.Env], global_step: int, action, obs, reward, termin
                 continue
             obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
         except Exception as error:
-            error.add_note(f"error: env {i} raised this in env step {global_step}. The last checkpoint is kept.")
+            error.add_note(f"error: env {i} raised this in env step {global_step}. Earlier checkpoints are kept.")
             raise
         if "episode" in info:
             episodes.append(info["episode"])
@@ -289,7 +290,7 @@ def start_run(args: Args) -> tuple[Path, SummaryWriter]:
     run_dir = Path("runs", re.sub("[/:]", "_", run_name))
     try:
         if args.track:
-            import wandb  # an optional dependency
+            import wandb
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
             wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
@@ -312,7 +313,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not state.get("replay", torch.zeros(())).isfinite().all():
+        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -351,11 +352,11 @@ def load_checkpoint(args: Args, made_by: list) -> dict:
 
 
 def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics. A mark is (seconds, env steps): one of the start, then one of each report."""
+    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
     global_step = marks[-1][1]
     norms = torch._foreach_norm([p.detach() for p in parameters.values()])
     names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
-    values = torch.stack([*losses.values(), *norms]).tolist()  # the only sync in here
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync, if all is well
     metrics = dict(zip(losses, values))
     for name, loss in metrics.items():
         writer.add_scalar(f"losses/{name}", loss, global_step)
@@ -366,7 +367,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             advice = "a smaller learning rate may help"
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
-            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. The last checkpoint is kept.")
+            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -391,8 +392,7 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
                 p.data = p.clone(memory_format=torch.contiguous_format)
-            shapes = ({0: torch.export.Dim("rows")},)
-            program = torch.export.export(policy, (obs,), dynamic_shapes=shapes)
+            program = torch.export.export(policy, (obs,), dynamic_shapes=({0: torch.export.Dim("rows")},))
             card = {"card.json": json.dumps(summary, indent=2)}
             torch.export.save(program, run_dir / "new.pt2", extra_files=card)
             (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
@@ -401,7 +401,7 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
 
 
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
-    """Trains an agent to the end, or until there is a signal, and returns the final metrics."""
+    """Trains an agent and returns the final metrics; after a signal it saves and exits instead."""
     check_numbers(args)
     T = args.num_steps
     N = args.num_envs
@@ -439,7 +439,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
 
     def start_anew(iteration: int):
-        """Cuts the open episodes off; from here on, random streams follow from seed and iteration."""
+        """Cuts the open episodes off and seeds anew by seed and iteration, so that a resumed run goes on alike."""
         seeds = np.random.SeedSequence([args.seed, iteration]).generate_state(N + 1).tolist()
         torch.manual_seed(seeds[N])
         for env, seed in zip(envs, seeds):
@@ -478,7 +478,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     marks = [(time.perf_counter(), global_step)]
     interval = args.checkpoint_interval or math.inf
     saved_at = global_step
-    path = stopped_by = None  # the newest checkpoint, and a signal
+    path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
     for iteration in range(first_iteration, num_iterations):
         noise = torch.randn(T, N, action_dim, device=device)
         for t in range(T):
@@ -543,7 +543,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     for resource in (progress, *envs):
         resource.close()
     if stopped_by:
-        print("to go on: python", shlex.join(sys.argv), "--resume", path or "auto", file=sys.stderr)
+        print("to go on: python", shlex.join([*sys.argv, "--resume", str(path or "auto")]), file=sys.stderr)
         sys.exit(128 + stopped_by)
     return metrics
 

@@ -14,6 +14,7 @@ from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -319,7 +320,7 @@ def test_an_env_that_raises_is_named_with_its_step(monkeypatch, name):
     env_id = f"{'Discrete' * ('dqn' in name)}RaisingEnv-v0"
     with pytest.raises(ZeroDivisionError, match="a defect of the env") as error:
         train(monkeypatch, name, **tiny(name) | {"env_id": env_id, "num_envs": 2})
-    assert error.value.__notes__ == ["error: env 0 raised this in env step 6. The last checkpoint is kept."]
+    assert error.value.__notes__ == ["error: env 0 raised this in env step 6. Earlier checkpoints are kept."]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -329,7 +330,7 @@ def test_a_parameter_that_is_not_finite_is_named_with_the_step(name):
     closing = SimpleNamespace(close=lambda: closed.append(1), add_scalar=lambda *_: None)
     parameters = {"a.weight": torch.ones(2), "b.bias": torch.tensor([1.0, float("nan")])}
     marks = [(0.0, 0), (1.0, 500)]
-    with pytest.raises(SystemExit, match=r"parameter b.bias is nan at step 500; .*The last checkpoint is kept"):
+    with pytest.raises(SystemExit, match=r"parameter b.bias is nan at step 500; .*Earlier checkpoints are kept"):
         script.report({"a_loss": torch.ones(())}, parameters, [], deque(), marks, closing, closing)
     assert len(closed) == 2
 
@@ -350,6 +351,36 @@ def test_a_replay_with_nan_is_not_saved(capsys, own_folder):
     assert load("dqn").save_checkpoint(own_folder, state) is None
     assert "error: no checkpoint at step 7: the replay holds NaN" in capsys.readouterr().err
     assert not list(own_folder.iterdir())
+
+
+class LateNanEnv(gym.Env):
+    """Observes what is not a number once, in the 500th step of a run: episodes have five steps and one of a reset."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    observed = 0
+
+    def observe(self):
+        LateNanEnv.observed += 1
+        return np.full(2, np.nan if LateNanEnv.observed == 501 else 0.5, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observe(), {}
+
+    def step(self, action):
+        return self.observe(), 1.0, False, LateNanEnv.observed % 6 == 0, {}
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_nan_in_the_newest_row_is_not_saved(monkeypatch, capsys, name):
+    """Before it is in the replay."""
+    space = gym.spaces.Discrete(2) if "dqn" in name else gym.spaces.Box(-1, 1, (1,))
+    monkeypatch.setattr(LateNanEnv, "action_space", space, raising=False)
+    monkeypatch.setattr(LateNanEnv, "observed", 0)
+    monkeypatch.setattr(gym, "make", lambda _: LateNanEnv())
+    run = train(monkeypatch, name, **tiny(name) | {"total_timesteps": 500, "checkpoint_interval": 500})
+    assert "no checkpoint at step 500: the replay holds NaN" in capsys.readouterr().err
+    assert not list(run.run_dir.glob("checkpoint*"))
 
 
 def test_a_resumed_run_learns_at_the_rate_that_its_flags_say(monkeypatch):
