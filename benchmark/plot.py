@@ -145,38 +145,54 @@ def speed_block(folder: str = "cpu") -> str:
     return "\n".join(lines).rstrip()
 
 
+def against(row: dict, other: dict) -> float:
+    """How many times as fast a mode is as another: the median of the ratios of slices of a round."""
+    runs = zip(row["runs"], other["runs"], strict=True)
+    return median(a / b for own, its in runs for a, b in zip(own["rates"], its["rates"]))
+
+
+def pays_after(compiled: dict, eager: dict) -> int:
+    """The number of env steps after which the compiled script has made up for its start-up."""
+    waited = max(compiled["startup_seconds"], 0) - max(eager["startup_seconds"], 0)
+    return round(waited / (1 / eager["sps"][0] - 1 / compiled["sps"][0]), -3)
+
+
+def best(report: dict) -> tuple[dict, dict, dict | None]:
+    """The rows of the plain file, of the compiled twin, and of the fastest peer, if there is one."""
+    rows = {row["mode"]: row for row in report["modes"]}
+    # which of ours is shown is settled beforehand: the fastest of many would flatter
+    compiled = rows.get("compile+cudagraphs") or rows["compile"]
+    peers = [row for mode, row in rows.items() if not is_ours(mode)]
+    return rows["eager"], compiled, max(peers, key=lambda row: row["sps"][0], default=None)
+
+
 def best_block(folder: str = "cpu") -> str:
-    """Markdown: one line a script, compiled against eager and against the fastest peer, and its returns."""
-    lines = ["| script | environment | eager | compiled | fastest peer | return after training |"]
+    """Markdown: a row a script, the compiled twin beside the plain file and the fastest peer."""
+    lines = ["| script | plain | compiled | against plain | against the fastest peer | pays off after |"]
     lines.append("|---|---|---|---|---|---|")
     for report in speed_reports(folder):
-        rows = {row["mode"]: row for row in report["modes"]}
-        if "eager" not in rows:
+        if "multigpu" in report["script"]:
             continue
-        ours = rows.get("compile+cudagraphs") or rows["compile"]  # named beforehand: the fastest of many would flatter
-        times = {
-            mode: median(
-                a / b
-                for own, other in zip(ours["runs"], row["runs"], strict=True)
-                for a, b in zip(own.get("rates", [own["SPS"]]), other.get("rates", [other["SPS"]]))
-            )
-            for mode, row in rows.items()
-        }
-        peer = max((mode for mode in rows if not is_ours(mode)), key=lambda mode: rows[mode]["sps"][0], default=None)
-        beside = f", {times[peer]:.2f} x peer" if peer else ""
-        fastest = f"{rows[peer]['sps'][0]:,.0f} ({peer})" if peer else "none"
-        trained = [row for row in return_rows() if row[0] == report["script"]]
-        trained = [row for row in trained if row[3] in ("compile", "compile+cudagraphs")]  # which compute the same
-        finals = [
-            f"{env}{f' at {int(steps):,} steps' if ' at ' in beside else ''} {mean} (published: {beside or 'none'})"
-            for _, env, steps, _, _, mean, beside in trained
-            if int(steps) == max(int(row[2]) for row in trained if row[1] == env)
-        ]
+        eager, compiled, peer = best(report)
+        beside = f"{against(compiled, peer):.1f} x ({peer['mode']})" if peer else "none steps EnvPool"
         lines.append(
-            f"| {report['script']} | {report['env_id']} | {rows['eager']['sps'][0]:,.0f} | **{ours['sps'][0]:,.0f}** "
-            f"({times['eager']:.2f} x eager{beside}) | {fastest} | {'<br>'.join(finals)} |"
+            f"| {report['script']}, {report['env_id']} | {eager['sps'][0]:,.0f} | **{compiled['sps'][0]:,.0f}** "
+            f"| {against(compiled, eager):.1f} x | {beside} | {pays_after(compiled, eager):,.0f} steps |"
         )
     return "\n".join(lines)
+
+
+def claim_block(script: str = "ppo_continuous_action", folder: str = "cpu") -> str:
+    """Markdown: one sentence with the gains of one script."""
+    (report,) = (report for report in speed_reports(folder) if report["script"] == script)
+    eager, compiled, peer = best(report)
+    where = report["machine"]
+    env = report["env_id"].split("-")[0]
+    return (
+        f"PPO on {env} trains **{against(compiled, peer):.1f} times as fast** as with the faster of Stable-Baselines3 "
+        f"and SBX, and {against(compiled, eager):.1f} times as fast as our own plain file, on {where['cores']} cores "
+        f"of a CPU ({where['cpu']})."
+    )
 
 
 def mean_std(mean: float, std: float | None) -> str:
@@ -202,8 +218,7 @@ def return_rows() -> list[tuple]:
         values = np.array(list(returns.values()))
         shown = mean_std(values.mean(), values.std(ddof=1) if len(values) > 1 else None)
         after, beside, source = theirs.get((script, env_id), (steps, "", ""))
-        beside += f" at {int(after):,}" if beside and after != steps else ""
-        beside += f" ({source})" if beside else ""
+        beside = f"{beside} ({source})" if beside and after == steps else ""  # never beside a run of another length
         rows.append((script, env_id, steps, mode, " ".join(returns), shown, beside))
     return rows
 
@@ -254,6 +269,26 @@ def ablation_block() -> str:
     return "\n".join(lines)
 
 
+def gain_block(tag: str) -> str:
+    """Markdown: how much faster each script is with a trick than without, or how it is measured."""
+    modes = {"capture": "the modes with CUDA graphs", "overlap": "the modes with CUDA graphs", "groups": "`+groups`"}
+    gains = [
+        f"{1 / row['ratio'][0]:.2f} x ({report['script']})"
+        for report in speed_reports("ablation")
+        for row in report["variants"]
+        if row["variant"].startswith(f"without perf[{tag}]")
+    ]
+    if tag in modes:
+        gains.append(f"measured by {modes[tag]} of benchmark/compare.py")
+    if tag == "bf16":
+        gains += [
+            f"{rows['compile+bf16'] / rows['compile']:.2f} x ({report['script']})"
+            for report in speed_reports("cpu")
+            if "compile+bf16" in (rows := {row["mode"]: row["sps"][0] for row in report["modes"]})
+        ]
+    return f"**Gain:** {', '.join(gains) or 'not measured apart, since the script does not work without it'}."
+
+
 def scaling_block(folder: str = "cpu") -> str:
     """Markdown: what more ranks bring, and the part of the time that reductions over them take."""
     lines = ["| ranks | steps/s | relative to one rank | efficiency | in reductions |", "|---|---|---|---|---|"]
@@ -286,7 +321,16 @@ def saving_block() -> str:
     return f"{r['transitions']:,} transitions of HalfCheetah take {size}, {times} ({r['machine']['cpu']})."
 
 
-BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "returns": returns_block}
+def steps_block() -> str:
+    """Markdown: how long the updates of docs/your-own-script.md take."""
+    report = json.loads((RESULTS / "steps.json").read_text())
+    times = report["microseconds"]
+    lines = ["| update | microseconds | speed, relative to plain |", "|---|---|---|"]
+    lines += [f"| {name} | {time:,.0f} | {times['plain (step 1)'] / time:.2f} |" for name, time in times.items()]
+    return "\n".join([*lines, "", f"({report['machine']['cpu']}, one thread, torch {report['machine']['torch']})"])
+
+
+BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "claim": claim_block, "returns": returns_block}
 BLOCKS |= {
     "speed cpu-amx": lambda: speed_block("cpu-amx"),
     "ablation": ablation_block,
@@ -294,7 +338,10 @@ BLOCKS |= {
     "scaling": scaling_block,
     "bf16": bf16_block,
     "saving": saving_block,
+    "steps": steps_block,
 }
+for tag in re.findall(r"<!-- gain (\w+) -->", (ROOT / "docs" / "performance.md").read_text()):
+    BLOCKS[f"gain {tag}"] = lambda tag=tag: gain_block(tag)
 for script in SCRIPTS:
     BLOCKS[f"returns {script}"] = lambda script=script: returns_block(script)
 

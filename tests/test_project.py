@@ -97,7 +97,7 @@ def test_every_command_in_the_documents_parses(line):
     elif program == "uv":
         words = words[1:]
     name = words[0].removesuffix(".py").removeprefix("leanrl/")
-    if name in ("benchmark/plot", "benchmark/saving"):
+    if name in ("benchmark/plot", "benchmark/saving", "benchmark/steps"):
         assert set(words[1:]) <= {"--check"}
     elif name.startswith("benchmark/"):
         args = tyro.cli(importlib.import_module(name.removeprefix("benchmark/")).Args, args=words[1:])
