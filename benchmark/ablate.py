@@ -177,7 +177,7 @@ ABLATIONS["dqn"] = {
     "without perf[ring]: each row inserted as it comes": (
         "compile",
         (
-            ("        host_rows[step % num_rows] = row\n", "        ring[(step + 1) % len(ring)] = row\n"),
+            ("        host_rows[step % num_rows] = host_row\n", "        ring[(step + 1) % len(ring)] = row\n"),
             ("    ring.index_copy_(0, index % len(ring), rows)\n", ""),
         ),
     ),

@@ -439,7 +439,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             any_greedy = greedy.any(1)
         action = random_action[now]
         if any_greedy[now]:
-            action = np.where(greedy[now], act(), action)
+            np.copyto(action, act(), where=greedy[now])
 
         # learn
         learning = step > 0 and global_step >= args.learning_starts

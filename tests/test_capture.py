@@ -136,8 +136,8 @@ FAULTS = {  # what goes wrong -> twin, its lines, what stands there instead
     ),
     "rows overwritten before they are copied": (
         "dqn_torchcompile",
-        "        host_rows[step % num_rows] = row\n",
-        "        host_rows[(step + 1) % num_rows] = row\n",
+        "        host_rows[step % num_rows] = host_row\n",
+        "        host_rows[(step + 1) % num_rows] = host_row\n",
     ),
     "a learning rate that is replaced": (
         "ppo_continuous_action_torchcompile",
