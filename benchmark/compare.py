@@ -1,10 +1,16 @@
 """Measures scripts in all their modes, side by side, against each other and against other libraries.
 
     python benchmark/compare.py ppo_continuous_action --pairs 5
+    python benchmark/compare.py dqn --external "mine=python my_dqn.py --total-timesteps {steps} --seed {seed}"
 
 Each run is a fresh process (measure.py), and the runs of all modes take turns slice by slice, there and back, one at a
 time, so that a machine whose speed drifts slows all of them alike. A ratio is that of two slices of a round. All of it
-is repeated --pairs times. Prints a table; writes OUT/SCRIPT.json and .png.
+is repeated --pairs times. The first time, a mode finds the compiler's cache empty (cold start), then full (warm start).
+
+A program of yours is timed from outside, after each turn: it runs for half the steps and for all of them, and the
+difference of both times is that of the other half.
+
+Prints a table; writes OUT/SCRIPT.json and .png.
 """
 
 import importlib.util
@@ -12,9 +18,11 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
@@ -22,27 +30,23 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import tyro
-from measure import HAND_OVER, PEERS, RANKS, ROOT, modes
-
-SCRIPTS = {  # script -> (env, steps of one run)
-    "ppo_continuous_action": ("HalfCheetah-v4", 40_960),
-    "td3_continuous_action": ("HalfCheetah-v4", 6_000),
-    "sac_continuous_action": ("HalfCheetah-v4", 5_000),
-    "dqn": ("CartPole-v1", 100_000),
-    "ppo_atari_envpool": ("Breakout-v5", 16_384),
-    "ppo_atari_multigpu": ("Breakout-v5", 16_384),
-}
+from catalog import CATALOG, RANKS
+from measure import HAND_OVER, ROOT
+from tqdm import tqdm
 
 
 @dataclass
 class Args:
-    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(SCRIPTS)
+    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(CATALOG)
     steps: int | None = None  # env steps of each run; default: the script's own
     pairs: int = 3  # runs of each mode
     slices: int = 20  # parts of a run, in turn; 1 on a machine of one's own, to see what a GPU is used for long enough
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
     peers: bool = True  # measure the other libraries that are installed
+    external: tuple[str, ...] = ()  # programs of your own, each NAME=COMMAND, with {steps} (and {seed}) in the command
+    profile: bool = False  # also print where the microseconds of a step go
     out: Path = Path("runs/compare")  # where the JSON and the picture go
 
 
@@ -81,16 +85,17 @@ class Run:
     env_id: str
     seed: int
     folder: Path = ROOT / "leanrl"
-    cache: Path | None = None  # of the compiler; default: empty, so that start-up is cold
+    cache: Path | None = None  # the compiler's cache; default: an empty one, so that the start is cold
     slices: int = 20
     threads: int | None = None  # default: what the script or the library chooses
 
     def start(self, empty: Path) -> subprocess.Popen:
-        """The process; its progress bar passes through."""
+        """The process, without a progress bar: measure() has one for all."""
         command = [sys.executable, "-W", "ignore", Path(__file__).parent / "measure.py", self.script, "--in-turns"]
         command += ["--mode", self.mode, "--steps", self.steps, "--env-id", self.env_id, "--seed", self.seed]
         command = [str(part) for part in (*command, "--folder", self.folder, "--slices", self.slices)]
         env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(self.cache or empty)}
+        env["TQDM_DISABLE"] = "1"
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of a GPU that others use as well
         if self.threads:
             env["OMP_NUM_THREADS"] = str(self.threads)
@@ -104,12 +109,14 @@ def measure(*runs: Run) -> list[dict]:
     Every other round goes backwards, so that what comes last is not always compared with something older.
     """
     processes, results, order = {}, {}, list(enumerate(runs))
-    with tempfile.TemporaryDirectory() as empty:
+    bar = {"total": sum(run.slices for run in runs), "unit": "slice", "desc": runs[0].script}
+    with tqdm(**bar, smoothing=0) as progress, tempfile.TemporaryDirectory() as empty:
         try:
             while len(results) < len(runs):
                 for i, run in order:
                     if i in results:
                         continue
+                    progress.set_postfix_str(run.mode)
                     if i not in processes:
                         processes[i] = run.start(Path(empty, str(i)))
                     else:
@@ -117,6 +124,7 @@ def measure(*runs: Run) -> list[dict]:
                             print(file=processes[i].stdin, flush=True)
                     for line in processes[i].stdout:
                         if line.endswith(f"{HAND_OVER}\n"):
+                            progress.update()
                             break
                     else:  # the end
                         if processes[i].wait():
@@ -137,6 +145,23 @@ def best_threads(run: Run) -> int:
     trials = [replace(run, threads=threads) for threads in sorted({1, os.cpu_count()})]
     rates = [np.median(result["rates"]) for result in measure(*trials)]
     return trials[int(np.argmax(rates))].threads
+
+
+def measure_external(command: str, steps: int, seed: int, slices: int) -> dict:
+    """Times a program from outside, in two lengths. The rate is that of the steps which only the longer run takes."""
+    seconds = []
+    for length in (steps // 2, steps):
+        words = [word.replace("{steps}", str(length)).replace("{seed}", str(seed)) for word in shlex.split(command)]
+        start = time.perf_counter()
+        process = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        seconds.append(time.perf_counter() - start)
+        if process.returncode:
+            sys.exit(f"error: {shlex.join(words)} failed with {process.returncode}:\n{process.stderr[-2000:]}")
+    short, long = seconds
+    if long <= short:
+        sys.exit(f"error: {command} took {long:.1f} s for {steps} steps, {short:.1f} s for half; give it more --steps.")
+    sps = (steps - steps // 2) / (long - short)
+    return {"rates": [sps] * slices, "SPS": sps, "startup_seconds": short - steps // 2 / sps}
 
 
 def interval(turns: list[list[float]]) -> list[float]:
@@ -167,8 +192,11 @@ def summarise(runs: dict[str, list[dict]]) -> list[dict]:
         ranks, comma, flags = mode.partition(",")
         alone = runs.get(f"1 rank{comma}{flags}") if mode in RANKS else None
         row["efficiency"] = interval(ratios(results, alone))[0] / int(ranks[0]) if alone else None
+        # the first run finds the compiler's cache empty
+        row["startup_seconds"] = float(results[0]["startup_seconds"])
+        warm = [r["startup_seconds"] for r in results[1:]]
+        row["warm_seconds"] = max(float(np.median(warm)), 0) if warm else None
         for key in (
-            "startup_seconds",
             "threads",
             "host_mb",
             "device_mb",
@@ -184,65 +212,98 @@ def summarise(runs: dict[str, list[dict]]) -> list[dict]:
 
 
 def text_table(rows: list[dict]) -> str:
-    header = ["mode", "steps/s", "95 % interval", f"x {rows[0]['mode']}", "start-up s", "host MB", "GPU MB", "GPU %"]
-    # the rate, as a part of the bare simulator's and of replaying the update's graphs alone; time in reductions; ranks
-    header += ["of env %", "of graph %", "comm %", "efficiency %"]
-    cells, shares = [header], ("graph_share", "communication", "efficiency")
+    """A line a mode; a column for which no mode has a value is left out."""
+
+    def shown(value: float | None, template: str, factor: float = 1) -> str | None:
+        return None if value is None else template.format(factor * value)
+
+    cells = []
     for row in rows:
-        (sps, low, high), none = row["sps"], "-"
-        cells.append([
-            row["mode"], f"{sps:,.0f}", f"{low:,.0f} - {high:,.0f}", f"{row['ratio'][0]:.2f}",
-            f"{max(row['startup_seconds'], 0):.1f}", f"{row['host_mb']:,.0f}",
-            none if row["device_mb"] is None else f"{row['device_mb']:,.0f}",
-            none if row["gpu_utilisation"] is None else f"{row['gpu_utilisation']:.0f}",
-            f"{100 * row['env_share']:.0f}",
-            *(none if row[share] is None else f"{100 * row[share]:.0f}" for share in shares),
-        ])  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+        sps, low, high = row["sps"]
+        cells.append({
+            "mode": row["mode"],
+            "steps/s": f"{sps:,.0f}",
+            "95 % interval": f"{low:,.0f} - {high:,.0f}",
+            f"x {rows[0]['mode']}": f"{row['ratio'][0]:.2f}",
+            "cold start s": f"{max(row['startup_seconds'], 0):.1f}",
+            "warm start s": shown(row["warm_seconds"], "{:.1f}"),
+            "host MB": shown(row["host_mb"], "{:,.0f}"),
+            "GPU MB": shown(row["device_mb"], "{:,.0f}"),
+            "GPU %": shown(row["gpu_utilisation"], "{:.0f}"),
+            "of env %": shown(row["env_share"], "{:.0f}", 100),  # its rate, as a part of the bare simulator's
+            "of graph %": shown(row["graph_share"], "{:.0f}", 100),  # and of replaying the update's graphs alone
+            "comm %": shown(row["communication"], "{:.0f}", 100),  # of its time, in reductions over ranks
+            "efficiency %": shown(row["efficiency"], "{:.0f}", 100),
+        })  # fmt: skip
+    return pd.DataFrame(cells).dropna(axis=1, how="all").fillna("-").to_string(index=False)
+
+
+def compare(script: str, args: Args, externals: dict[str, str]):
+    """Measures a script in all modes that are asked for; prints and writes the results."""
+    from plot import bars, utilisation  # after the command line is checked: matplotlib is slow to import
+
+    entry, here = CATALOG[script], machine()
+    steps = args.steps or entry.steps
+    ours = [mode for mode in entry.modes if here["gpu"] or "cudagraphs" not in mode]
+    if entry.modes is RANKS and here["gpu"] and here["gpus"] < 2:
+        ours = [mode for mode in ours if mode[0] == "1"]  # each rank needs a GPU
+    peers = [name for name, (package, _) in entry.peers.items() if importlib.util.find_spec(package)]
+    if unknown := set(args.modes) - set(ours) - set(peers):
+        sys.exit(f"error: no mode {', '.join(unknown)} here; there are: {', '.join(ours + peers)}")
+    chosen = [m for m in ours + (peers if args.peers else []) if not args.modes or m in args.modes]
+    print(f"{script} on {entry.env_id}: {', '.join([*chosen, *externals])}; {args.pairs} x {steps:,} steps", flush=True)
+    about = {"steps": steps, "env_id": entry.env_id, "slices": args.slices}
+    threads = {mode: best_threads(Run(script, mode, seed=1, **about)) for mode in chosen if mode in peers}
+    runs = {mode: [] for mode in [*chosen, *externals]}
+    with tempfile.TemporaryDirectory() as caches:
+        for seed in range(1, args.pairs + 1):
+            turn = [Run(script, m, seed=seed, threads=threads.get(m), cache=Path(caches, m), **about) for m in chosen]
+            results = measure(*turn)
+            results += [measure_external(command, steps, seed, args.slices) for command in externals.values()]
+            for mode, result in zip(runs, results, strict=True):
+                runs[mode].append(result)
+    rows = summarise(runs)
+    report = {"script": script, "env_id": entry.env_id, "steps": steps, "machine": here, "modes": rows}
+    path = args.out / f"{script}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    bars([report], path.with_suffix(".png"))
+    cores = f"{here['cpu']}, {here['cores']} cores" + (f", {here['gpu']}" if here["gpu"] else "")
+    print(f"\n{script}, {entry.env_id} ({cores}, torch {here['torch']})\n{text_table(rows)}\n")
+    print(path, path.with_suffix(".png"), sep="\n")
+    if here["gpu"]:
+        utilisation(report, args.out / f"{script}_gpu.png")
+    if args.profile:
+        profile(script, steps, [mode for mode in ours if mode in chosen])
+
+
+def profile(script: str, steps: int, modes: list[str]):
+    """Prints the microseconds of an env step that each phase of the loop takes, a line a mode."""
+    from phases import PHASES, measure_phases  # which imports this file
+
+    rows = [measure_phases(script, mode, steps, CATALOG[script].env_id, seed=1) for mode in modes]
+    table = pd.DataFrame(rows)[["mode", *PHASES, "microseconds", "simulator"]]
+    names = {"microseconds": "together", "simulator": "of it in the simulator"}
+    print("\nmicroseconds per env step\n" + table.rename(columns=names).round(1).to_string(index=False))
 
 
 def main(args: Args):
-    from plot import bars  # after the command line is checked: matplotlib is slow to import
-
-    here = machine()
+    if unknown := set(args.scripts) - set(CATALOG):
+        sys.exit(f"error: no script {', '.join(unknown)}; there are: {', '.join(CATALOG)}")
+    externals = dict(external.partition("=")[::2] for external in args.external)
+    for name, command in externals.items():
+        if "{steps}" not in command:
+            sys.exit(f"error: --external {name}: say NAME=COMMAND, with {{steps}} where the number of env steps goes.")
     args.out.mkdir(parents=True, exist_ok=True)
-    if unknown := set(args.scripts) - set(SCRIPTS):
-        sys.exit(f"error: no script {', '.join(unknown)}; there are: {', '.join(SCRIPTS)}")
     for script in args.scripts:
-        env_id, steps = SCRIPTS[script]
-        ours = [mode for mode in modes(script) if here["gpu"] or "cudagraphs" not in mode]
-        if "multigpu" in script and here["gpu"] and here["gpus"] < 2:
-            ours = [mode for mode in ours if mode[0] == "1"]  # each rank needs a GPU
-        peers = [name for name, (package, _) in PEERS.get(script, {}).items() if importlib.util.find_spec(package)]
-        if unknown := set(args.modes) - set(ours) - set(peers):
-            sys.exit(f"error: no mode {', '.join(unknown)} here; there are: {', '.join(ours + peers)}")
-        chosen = [m for m in ours + (peers if args.peers else []) if not args.modes or m in args.modes]
-        print(f"{script} on {env_id}: {', '.join(chosen)}; {args.pairs} turns of {args.steps or steps:,} steps each")
-        print(
-            "They go on in turn, so the rates that their progress bars show include waiting for each other.", flush=True
-        )
-        runs = {mode: [] for mode in chosen}
-        about = {"steps": args.steps or steps, "env_id": env_id, "slices": args.slices}
-        threads = {mode: best_threads(Run(script, mode, seed=1, **about)) for mode in chosen if mode in peers}
-        for turn in range(args.pairs):
-            results = measure(*(Run(script, m, seed=turn + 1, threads=threads.get(m), **about) for m in chosen))
-            for mode, result in zip(chosen, results, strict=True):
-                runs[mode].append(result)
-        rows = summarise(runs)
-        report = {"script": script, "env_id": env_id, "steps": args.steps or steps, "machine": here, "modes": rows}
-        path = args.out / f"{script}.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
-        bars([report], path.with_suffix(".png"))
-        cores = f"{here['cpu']}, {here['cores']} cores" + (f", {here['gpu']}" if here["gpu"] else "")
-        print(f"\n{script}, {env_id} ({cores}, torch {here['torch']})\n{text_table(rows)}\n")
-        print(path, path.with_suffix(".png"), sep="\n")
+        compare(script, args, externals)
+    if not args.peers:
+        first = args.scripts[0]
+        print(f"""
+What to try next:
+  ./run.sh compare {first} --pairs 5   beside other libraries, with narrower intervals
+  ./run.sh compare {first} --profile   where the time of a step goes
+  ./run.sh compare dqn --no-peers      another script; ./run.sh help lists all commands
+  diff -u leanrl/{first}.py leanrl/{first}_torchcompile.py""")
 
 
 if __name__ == "__main__":

@@ -19,58 +19,30 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import tyro
+from catalog import CATALOG, RANKS
+from peers import LEARNING_STARTS
 
 HAND_OVER = "your turn"
-LEARNING_STARTS = 1_000  # env steps of random actions, off-policy: short, since what counts comes after
 ROOT = Path(__file__).resolve().parent.parent
-MODES = {  # mode -> which file, and its flags
-    "eager": ("", []),
-    "twin": ("_torchcompile", []),
-    "compile": ("_torchcompile", ["--compile"]),
-    "cudagraphs": ("_torchcompile", ["--cudagraphs"]),
-    "compile+cudagraphs": ("_torchcompile", ["--compile", "--cudagraphs"]),
-}
-BF16 = {"compile+bf16": ("_torchcompile", ["--compile", "--bf16"])}
-BF16["compile+cudagraphs+bf16"] = ("_torchcompile", ["--compile", "--cudagraphs", "--bf16"])
-MORE_MODES = {  # of the scripts that have the flag
-    "td3_continuous_action": BF16,
-    "sac_continuous_action": BF16,
-    "ppo_atari_envpool": {
-        "compile+groups": ("_torchcompile", ["--compile", "--env-groups", 2]),
-        "compile+bf16": ("_torchcompile", ["--compile", "--bf16"]),
-        "compile+cudagraphs+groups": ("_torchcompile", ["--compile", "--cudagraphs", "--env-groups", 2]),
-        "compile+cudagraphs+groups+bf16": (
-            "_torchcompile",
-            ["--compile", "--cudagraphs", "--env-groups", 2, "--bf16"],
-        ),
-    },
-}
-RANKS = {  # of the data-parallel script
-    "1 rank": ("", ["--compile"]),
-    "2 ranks": ("", ["--compile"]),
-    "1 rank, one bucket": ("", ["--compile", "--no-ddp"]),
-    "2 ranks, one bucket": ("", ["--compile", "--no-ddp"]),
-    "1 rank, cudagraphs": ("", ["--compile", "--cudagraphs"]),
-    "2 ranks, cudagraphs": ("", ["--compile", "--cudagraphs"]),
-}
 
 
 @dataclass
 class Args:
     script: tyro.conf.Positional[str]
-    mode: str  # of modes(script), or a peer of PEERS
+    mode: str  # of its modes or peers in catalog.py
     steps: int  # env steps
     env_id: str
     seed: int = 1
     folder: Path = ROOT / "leanrl"  # where the script is
     slices: int = 20  # parts of a run, of equally many steps; each at least a report
     in_turns: bool = False  # wait for stdin after each slice
+    monitor: str | None = None  # folder for the episodes of a peer
 
 
 WAITED = [0.0]  # seconds in which others had the machine
@@ -128,97 +100,17 @@ def slices(args: Args, warmup_reports: int) -> tuple[list[float], Callable[[int]
     return rates, on_report
 
 
-def modes(script: str) -> dict[str, tuple[str, list]]:
-    return RANKS if "multigpu" in script else MODES | MORE_MODES.get(script, {})
-
-
-def ppo_continuous_action_peer(library: str, args: Args, on_report: Callable[[int], None], normalize: bool = True):
-    """PPO of Stable-Baselines3 (PyTorch) or SBX (JAX) with our defaults; `on_report` gets the steps done so far."""
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecNormalize
-
-    envs = make_vec_env(args.env_id, n_envs=1, seed=args.seed)
-    envs = VecNormalize(envs, gamma=0.99) if normalize else envs
-    settings = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4, "gamma": 0.99}
-    settings |= {"gae_lambda": 0.95, "clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5}
-    settings["policy_kwargs"] = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}
-    return learn(library, "PPO", envs, args, settings, on_report, interval=2048)
-
-
-def off_policy_peer(library: str, algorithm: str, settings: dict, args: Args, on_report: Callable[[int], None]):
-    """An off-policy algorithm of either library with our defaults, as `settings`."""
-    import numpy as np
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.noise import NormalActionNoise
-
-    envs = make_vec_env(args.env_id, 1, args.seed)
-    settings = {"gamma": 0.99, "gradient_steps": 1, "learning_starts": LEARNING_STARTS} | settings
-    if algorithm == "TD3":
-        (dims,) = envs.action_space.shape
-        settings["action_noise"] = NormalActionNoise(np.zeros(dims), np.full(dims, 0.1))
-    if (library, algorithm) == ("sbx", "SAC"):  # Stable-Baselines3 has one rate for all
-        settings["qf_learning_rate"] = 1e-3
-    return learn(library, algorithm, envs, args, settings, on_report, interval=500)
-
-
-def learn(
-    library: str, algorithm: str, envs, args: Args, settings: dict, on_report: Callable[[int], None], interval: int
-):
-    """Trains and returns the mean episodic return; reports at the first learning, then every `interval` steps."""
-    import numpy as np
-    from stable_baselines3.common.callbacks import BaseCallback
-
-    class Clock(BaseCallback):
-        def _on_step(self):
-            done = self.num_timesteps - settings.get("learning_starts", 0)
-            if done >= 0 and done % interval == 0:
-                on_report(self.num_timesteps)
-            return True
-
-    model_class = getattr(importlib.import_module({"sb3": "stable_baselines3", "sbx": "sbx"}[library]), algorithm)
-    model = model_class("MlpPolicy", envs, seed=args.seed, **settings)
-    if "learning_starts" not in settings:
-        on_report(0)
-    model.learn(args.steps, callback=Clock())
-    return float(np.mean([episode["r"] for episode in model.ep_info_buffer or [{"r": math.nan}]]))
-
-
-def peers(function: Callable) -> dict[str, tuple[str, Callable]]:
-    return {"sb3": ("stable_baselines3", partial(function, "sb3")), "sbx": ("sbx", partial(function, "sbx"))}
-
-
-TD3 = {"learning_rate": 3e-4, "buffer_size": 1_000_000, "batch_size": 256, "tau": 0.005, "train_freq": 1}
-TD3 |= {"policy_delay": 2, "policy_kwargs": {"net_arch": [256, 256]}}
-SAC = {"learning_rate": 3e-4, "buffer_size": 1_000_000, "batch_size": 256, "tau": 0.005, "train_freq": 1}
-SAC |= {"ent_coef": "auto", "policy_kwargs": {"net_arch": [256, 256]}}
-DQN = {"learning_rate": 2.5e-4, "buffer_size": 10_000, "batch_size": 128, "tau": 1.0, "train_freq": 10}
-DQN |= {"target_update_interval": 500, "exploration_initial_eps": 1.0, "exploration_final_eps": 0.05}
-DQN |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
-PEERS = {  # script -> name of the peer -> (package it needs, function)
-    "ppo_continuous_action": peers(ppo_continuous_action_peer)
-    | {
-        f"{library} unnormalised": (package, partial(function, normalize=False))
-        for library, (package, function) in peers(ppo_continuous_action_peer).items()
-    },
-    "td3_continuous_action": peers(lambda library, *rest: off_policy_peer(library, "TD3", TD3, *rest)),
-    "sac_continuous_action": peers(lambda library, *rest: off_policy_peer(library, "SAC", SAC, *rest)),
-    "ppo_atari_envpool": {},  # neither library steps EnvPool
-    "ppo_atari_multigpu": {},
-    "dqn": peers(lambda library, *rest: off_policy_peer(library, "DQN", DQN, *rest)),
-}
-
-
 def load(args: Args):
     """The script that the mode names, as a module."""
     sys.path.insert(0, str(args.folder))
-    return importlib.import_module(args.script + modes(args.script)[args.mode][0])
+    return importlib.import_module(args.script + CATALOG[args.script].modes[args.mode][0])
 
 
 def run_script(args: Args) -> dict:
     """Trains by a call of the script's train(), in a folder that is thrown away."""
     import torch
 
-    script, flags = load(args), modes(args.script)[args.mode][1]
+    script, flags = load(args), CATALOG[args.script].modes[args.mode][1]
     script.time = SimpleNamespace(perf_counter=clock, time=time.time)
     report, (rates, on_report) = script.report, slices(args, script.WARMUP_REPORTS)
 
@@ -259,8 +151,8 @@ def run_peer(args: Args, warmup_reports: int = 3) -> dict:
         progress.update(num_timesteps - progress.n)
         end_of_slice(num_timesteps)
 
-    _, train = PEERS[args.script][args.mode]
-    episodic_return = train(args, on_report)
+    _, train = CATALOG[args.script].peers[args.mode]
+    episodic_return = train(args.env_id, args.seed, args.steps, on_report, args.monitor)
     progress.close()
     sps = (steps[-1] - steps[warmup_reports]) / (times[-1] - times[warmup_reports])
     startup_seconds = times[warmup_reports] - times[0] - (steps[warmup_reports] - steps[0]) / sps
@@ -411,12 +303,13 @@ def graph_share(graphs: list, seconds_per_step: float, learning_steps: int, sync
     return spent / learning_steps / seconds_per_step if spent else None
 
 
-def sample_gpu(samples: list[float], stop: threading.Event):
-    """Appends the GPU's utilisation in percent twice a second until told to stop, while a slice runs."""
+def sample_gpu(samples: list[tuple[float, float]], stop: threading.Event, every: float = 0.5):
+    """Appends (seconds, the GPU's utilisation in percent) until told to stop, while a slice runs."""
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", "0"]
-    while not stop.wait(0.5):
+    while not stop.wait(every):
         if MEASURING.is_set():
-            samples.append(float(subprocess.run(query, capture_output=True, text=True, check=True).stdout))
+            percent = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+            samples.append((clock(), percent))
 
 
 def main(args: Args):
@@ -428,7 +321,7 @@ def main(args: Args):
         import mujoco
 
         mujoco.set_mju_user_warning(lambda _: None)  # about its own models' files, in the middle of a progress bar
-    if args.mode in modes(args.script):
+    if args.mode in CATALOG[args.script].modes:
         load(args)  # before PyTorch, since a script may set what PyTorch reads while it is loaded
     import torch
 
@@ -436,7 +329,7 @@ def main(args: Args):
     if has_gpu:
         threading.Thread(target=sample_gpu, args=(samples, stop), daemon=True).start()
     spent = (time_pool_steps if "atari" in args.script else time_env_steps)(args.env_id)
-    run = run_ranks if args.mode in RANKS else run_script if args.mode in modes(args.script) else run_peer
+    run = run_ranks if args.mode in RANKS else run_script if args.mode in CATALOG[args.script].modes else run_peer
     result = run(args)
     stop.set()
     if result is None:
@@ -447,7 +340,8 @@ def main(args: Args):
     result["tf32"] = torch.get_float32_matmul_precision() != "highest"
     result["host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     result["device_mb"] = torch.cuda.max_memory_reserved() / 2**20 if has_gpu else None
-    result["gpu_utilisation"] = sum(samples) / len(samples) if samples else None
+    result["gpu_utilisation"] = sum(percent for _, percent in samples) / len(samples) if samples else None
+    result["gpu_samples"] = samples
     print(f"\n{json.dumps(result)}")
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from statistics import median
 
 import tyro
-from compare import SCRIPTS, Run, machine, measure
-from measure import ROOT, modes
+from catalog import CATALOG, RANKS
+from compare import Run, machine, measure
+from measure import ROOT
 
 PHASES = ("act", "learn", "step and store", "report")
 CLOCK = """
@@ -37,7 +38,7 @@ atexit.register(_write)
 
 @dataclass
 class Args:
-    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(name for name in SCRIPTS if "multigpu" not in name)
+    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(name for name in CATALOG if CATALOG[name].modes is not RANKS)
     steps: int | None = None  # env steps of each run; default: the script's own
     modes: tuple[str, ...] = ("eager", "twin", "compile")
     pairs: int = 3  # turns of all modes; shown is each mode's run of median speed, and the median simulator
@@ -57,7 +58,7 @@ def timed(source: str) -> str:
 
 def measure_phases(script: str, mode: str, steps: int, env_id: str, seed: int) -> dict:
     """Microseconds of an environment step in each phase of a run."""
-    file = f"{script}{modes(script)[mode][0]}.py"
+    file = f"{script}{CATALOG[script].modes[mode][0]}.py"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, file).write_text(timed((ROOT / "leanrl" / file).read_text()))
         os.environ["PHASES_OUT"] = str(Path(folder, "spent"))
@@ -71,17 +72,18 @@ def measure_phases(script: str, mode: str, steps: int, env_id: str, seed: int) -
 def main(args: Args):
     args.out.mkdir(parents=True, exist_ok=True)
     for script in args.scripts:
-        env_id, steps = SCRIPTS[script]
+        env_id = CATALOG[script].env_id
+        steps = args.steps or CATALOG[script].steps
         turns = []
         for seed in range(1, args.pairs + 1):
-            turns.append([measure_phases(script, mode, args.steps or steps, env_id, seed) for mode in args.modes])
+            turns.append([measure_phases(script, mode, steps, env_id, seed) for mode in args.modes])
             print(script, *turns[-1], sep="\n", file=sys.stderr)
         # of each mode, the run of median speed: the phases of one run add up
         rows = [sorted(runs, key=lambda row: row["microseconds"])[len(runs) // 2] for runs in zip(*turns)]
         for row, runs in zip(rows, zip(*turns)):  # of all turns, since it drifts, too
             row["simulator"] = median(run["simulator"] for run in runs)
         report = {"script": script, "env_id": env_id, "machine": machine(), "turns": args.pairs}
-        report |= {"steps": args.steps or steps, "modes": rows}
+        report |= {"steps": steps, "modes": rows}
         (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 

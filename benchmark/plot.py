@@ -14,10 +14,10 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, median
 
+from catalog import CATALOG
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
-SCRIPTS = ("ppo_continuous_action", "td3_continuous_action", "sac_continuous_action", "dqn")
-SCRIPTS += ("ppo_atari_envpool", "ppo_atari_multigpu")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS, PEER = "#2b6cb0", "#a0aec0"
 
@@ -55,8 +55,37 @@ def bars(reports: list[dict], path: Path):
     plt.close(figure)
 
 
+def busy_seconds(samples: list[list[float]]) -> float:
+    """The area under the curve of utilisation: samples are (seconds, percent)."""
+    import numpy as np
+
+    seconds, percent = np.array(samples).T
+    return float(np.trapezoid(percent / 100, seconds))
+
+
+def utilisation(report: dict, path: Path):
+    """One panel a mode: what a GPU is used for during its first run, and for how many seconds in all it was busy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    curves = {row["mode"]: row["runs"][0].get("gpu_samples") for row in report["modes"]}
+    curves = {mode: samples for mode, samples in curves.items() if samples}
+    figure, panels = plt.subplots(len(curves), 1, figsize=(8, 1.3 * len(curves) + 0.6), squeeze=False, sharex=True)
+    for panel, (mode, samples) in zip(panels[:, 0], curves.items(), strict=True):
+        seconds = [second - samples[0][0] for second, _ in samples]
+        panel.fill_between(seconds, [percent for _, percent in samples], color=OURS if is_ours(mode) else PEER)
+        panel.set_title(f"{mode}: busy for {busy_seconds(samples):.0f} of {seconds[-1]:.0f} s", loc="left", fontsize=9)
+        panel.set_ylim(0, 100)
+    panels[-1, 0].set_xlabel(f"seconds of {report['script']}; GPU utilisation in %")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def is_ours(mode: str) -> bool:
-    return "rank" in mode or mode.split("+")[0] in ("eager", "twin", "compile", "cudagraphs")
+    return any(mode in row.modes for row in CATALOG.values())
 
 
 def curves(path: Path):
@@ -201,6 +230,20 @@ def mean_std(mean: float, std: float | None) -> str:
     return f"{mean:,.{decimals}f}" + ("" if std is None else f" ± {std:,.{decimals}f}")
 
 
+def many_seeds(returns: list[float]) -> str:
+    """From 5 seeds on: the interquartile mean with a 95 % bootstrap interval (Agarwal et al. 2021, rliable)."""
+    from scipy.stats import bootstrap, trim_mean
+
+    if len(returns) < 5:
+        return ""
+
+    def iqm(values, axis=-1):
+        return trim_mean(values, 0.25, axis=axis)
+
+    low, high = bootstrap((returns,), iqm, method="percentile", rng=0).confidence_interval
+    return f"IQM {mean_std(iqm(returns), None)} [{mean_std(low, None)}, {mean_std(high, None)}]"
+
+
 def return_rows() -> list[tuple]:
     """(script, env_id, steps, mode, seeds, mean ± std, published) for each group of recorded runs."""
     import numpy as np
@@ -217,6 +260,8 @@ def return_rows() -> list[tuple]:
     for (script, env_id, steps, mode), returns in groups.items():
         values = np.array(list(returns.values()))
         shown = mean_std(values.mean(), values.std(ddof=1) if len(values) > 1 else None)
+        if iqm := many_seeds(values.tolist()):
+            shown += f"; {iqm}"
         after, beside, source = theirs.get((script, env_id), (steps, "", ""))
         beside = f"{beside} ({source})" if beside and after == steps else ""  # never beside a run of another length
         rows.append((script, env_id, steps, mode, " ".join(returns), shown, beside))
@@ -342,7 +387,7 @@ BLOCKS |= {
 }
 for tag in re.findall(r"<!-- gain (\w+) -->", (ROOT / "docs" / "performance.md").read_text()):
     BLOCKS[f"gain {tag}"] = lambda tag=tag: gain_block(tag)
-for script in SCRIPTS:
+for script in CATALOG:
     BLOCKS[f"returns {script}"] = lambda script=script: returns_block(script)
 
 

@@ -9,6 +9,7 @@ interrupted sweep goes on where it stopped. To repeat it, take out its row and i
 
 import csv
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from compare import machine
-from measure import RANKS, ROOT, modes
+from catalog import CATALOG, RANKS
+from compare import Run, best_threads, machine
+from measure import ROOT
 from plot import RESULTS, read_csv, returns_block
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -32,7 +34,7 @@ class Args:
     script: tyro.conf.Positional[str] = "ppo_continuous_action"  # of the eager file; --modes pick the twin
     env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
     seeds: tuple[int, ...] = (1, 2, 3)
-    modes: tuple[str, ...] = ("compile",)  # as in compare.py
+    modes: tuple[str, ...] = ("compile",)  # or peers, as in compare.py
     total_timesteps: int = 1_000_000
 
 
@@ -46,12 +48,8 @@ def append_csv(path: Path, rows: list[dict]):
         writer.writerows(rows)
 
 
-def learning_curve(run_dir: Path, total_timesteps: int) -> list[dict]:
-    """Mean episodic return of each of 100 equal bins of steps that saw an episode end, with the wall-clock seconds."""
-    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    episodes = events.Scalars("charts/episodic_return")
-    step, value = np.array([e.step for e in episodes]), np.array([e.value for e in episodes])
-    seconds = np.array([e.wall_time for e in episodes]) - events.FirstEventTimestamp()
+def learning_curve(step: np.ndarray, seconds: np.ndarray, value: np.ndarray, total_timesteps: int) -> list[dict]:
+    """Mean return of the episodes that end in each of 100 equal bins of steps, with the wall-clock seconds."""
     bins = np.minimum((step - 1) * BINS // total_timesteps, BINS - 1)
     return [
         {
@@ -64,39 +62,54 @@ def learning_curve(run_dir: Path, total_timesteps: int) -> list[dict]:
     ]
 
 
-def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
-    """Trains in a fresh process and records the outcome."""
-    suffix, flags = modes(script)[mode]
+def run_script(script: str, env_id: str, seed: int, mode: str, total_timesteps: int, folder: str) -> tuple:
+    """Trains in a fresh process: step, seconds and return of each episode, and the mean return of the last 100."""
+    suffix, flags = CATALOG[script].modes[mode]
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mode[0]}"] if mode in RANKS else []
     command = [sys.executable, "-W", "ignore", *launch, ROOT / "leanrl" / f"{script}{suffix}.py", *flags]
     command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
     if mode in RANKS:
         command += ["--local-num-envs", 8 // int(mode[0])]  # together as many as one process has: the same updates
+    subprocess.run([str(part) for part in command], cwd=folder, check=True)
+    (run_dir,) = Path(folder, "runs").iterdir()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    episodes = events.Scalars("charts/episodic_return")
+    seconds = np.array([e.wall_time for e in episodes]) - events.FirstEventTimestamp()
+    step, value = np.array([(e.step, e.value) for e in episodes]).T
+    return step.astype(int), seconds, value, summary["metrics"]["episodic_return"]
+
+
+def run_peer(script: str, env_id: str, seed: int, mode: str, total_timesteps: int, folder: str) -> tuple:
+    """Likewise, with another library. Its Monitor writes a row for each episode: return, length, seconds."""
+    threads = str(best_threads(Run(script, mode, CATALOG[script].steps, env_id, seed)))
+    command = [sys.executable, "-W", "ignore", ROOT / "benchmark" / "measure.py", script, "--mode", mode]
+    command += ["--env-id", env_id, "--seed", seed, "--steps", total_timesteps, "--monitor", folder]
+    subprocess.run([str(part) for part in command], check=True, env=os.environ | {"OMP_NUM_THREADS": threads})
+    value, length, seconds = np.loadtxt(Path(folder, "0.monitor.csv"), delimiter=",", skiprows=2).T
+    return length.cumsum().astype(int), seconds, value, value[-100:].mean()
+
+
+def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
+    """Trains and records the outcome."""
+    train = run_peer if mode in CATALOG[script].peers else run_script
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([str(part) for part in command], cwd=folder, check=True)
-        (run_dir,) = Path(folder, "runs").iterdir()
-        summary = json.loads((run_dir / "summary.json").read_text())
-        curve = learning_curve(run_dir, total_timesteps)
-    key = {"script": script, "env_id": env_id, "mode": mode, "seed": seed}
+        step, seconds, value, episodic_return = train(script, env_id, seed, mode, total_timesteps, folder)
+    curve = learning_curve(step, seconds, value, total_timesteps)
     name = f"{script}__{env_id}__{total_timesteps}__{mode}.csv".replace("/", "_").replace(" ", "-")
     append_csv(RESULTS / "curves" / name, [{"seed": seed} | row for row in curve])
-    metrics, here = summary["metrics"], machine()
-    row = key | {
-        "steps": total_timesteps,
-        "episodic_return": f"{metrics['episodic_return']:.2f}",
-        "minutes": f"{float(curve[-1]['seconds']) / 60:.1f}",
-        "device": here["gpu"] or here["cpu"],
-        "torch": here["torch"],
-        "commit": here["commit"],
-        "date": date.today().isoformat(),
-    }
-    append_csv(RESULTS / "returns.csv", [row])
+    here = machine()
+    row = {"script": script, "env_id": env_id, "mode": mode, "seed": seed, "steps": total_timesteps}
+    row |= {"episodic_return": f"{episodic_return:.2f}", "minutes": f"{float(curve[-1]['seconds']) / 60:.1f}"}
+    row |= {"device": here["gpu"] or here["cpu"], "torch": here["torch"], "commit": here["commit"]}
+    append_csv(RESULTS / "returns.csv", [row | {"date": date.today().isoformat()}])
 
 
 def main(args: Args):
     for mode in args.modes:
-        if mode not in modes(args.script):
-            sys.exit(f"error: no mode {mode} of {args.script}; there are: {', '.join(modes(args.script))}")
+        if mode not in CATALOG[args.script].modes | CATALOG[args.script].peers:
+            there = ", ".join(CATALOG[args.script].modes | CATALOG[args.script].peers)
+            sys.exit(f"error: no mode {mode} of {args.script}; there are: {there}")
     done = {
         (r["script"], r["env_id"], r["mode"], r["seed"], r["steps"]): r["commit"]
         for r in read_csv(RESULTS / "returns.csv")

@@ -20,8 +20,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "leanrl"))
+sys.path.insert(0, str(ROOT / "benchmark"))
+from catalog import RANKS, row  # noqa: E402
+
 ALL_SCRIPTS = sorted(path.stem for path in (ROOT / "leanrl").glob("*.py") if path.stem != "play")  # that train
-SCRIPTS = [name for name in ALL_SCRIPTS if "multigpu" not in name]  # that one process can run
+SCRIPTS = [name for name in ALL_SCRIPTS if row(name).modes is not RANKS]  # that one process can run
 TWINS = [(name.removesuffix("_torchcompile"), name) for name in SCRIPTS if name.endswith("_torchcompile")]
 PPO_CONTINUOUS = ["ppo_continuous_action", "ppo_continuous_action_torchcompile"]
 ATARI = ["ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
@@ -32,23 +35,11 @@ QUIET = {"deadline": None, "database": None, "suppress_health_check": list(Healt
 settings.register_profile("long", max_examples=1000, **QUIET)
 settings.register_profile("ci", max_examples=30, derandomize=True, **QUIET)
 settings.load_profile("ci")
-# The class of a script's policy is one of these:
-NETWORKS = ("Agent", "AtariAgent", "Actor", "GaussianActor", "QNetwork")
-TINY = {  # a run of seconds that goes past the first updates
-    "ppo_continuous_action": {
-        "env_id": "Pendulum-v1", "num_steps": 256, "num_minibatches": 4, "update_epochs": 2, "total_timesteps": 1024
-    },
-    "td3_continuous_action": {
-        "env_id": "Pendulum-v1", "total_timesteps": 1024, "learning_starts": 900, "batch_size": 32, "buffer_size": 700
-    },
-    "ppo_atari_envpool": {"env_id": "Breakout-v5", "num_envs": 2, "update_epochs": 2, "total_timesteps": 1024},
-}  # fmt: skip
-TINY["sac_continuous_action"] = TINY["td3_continuous_action"]
-TINY["dqn"] = TINY["td3_continuous_action"] | {"env_id": "CartPole-v1", "target_network_frequency": 50}
 
 
 def tiny(name: str) -> dict:
-    return TINY[name.removesuffix("_torchcompile")]
+    """Flags of a run of seconds that goes past the first updates."""
+    return row(name).tiny
 
 
 def pytest_collection_modifyitems(items):
@@ -139,7 +130,7 @@ def forked(function: Callable, *calls: tuple) -> list[tuple[int, str]]:
 def train(monkeypatch, name: str, **args) -> SimpleNamespace:
     """Trains on the CPU unless told otherwise: metrics, the policy's final parameters by name, and the run folder."""
     script, policies = load(name), []
-    network = next(network for network in NETWORKS if hasattr(script, network))
+    network = row(name).policy
 
     class SpiedNetwork(getattr(script, network)):
         def __init__(self, *dims):

@@ -1,38 +1,55 @@
 """The benchmark measures what it says, and the documents show what it measured."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
+import ablate
+import compare
+import measure
 import numpy as np
+import phases
+import plot
 import pytest
+import returns
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SCRIPTS
+from catalog import CATALOG
+from conftest import ALL_SCRIPTS, ROOT, SCRIPTS
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
-sys.path.insert(0, str(ROOT / "benchmark"))
-import ablate  # noqa: E402
-import compare  # noqa: E402
-import measure  # noqa: E402
-import phases  # noqa: E402
-import plot  # noqa: E402
-import returns  # noqa: E402
+
+def test_the_catalog_has_a_row_for_each_script():
+    assert {f"{name}{suffix}" for name, entry in CATALOG.items() for suffix, _ in entry.modes.values()} == set(
+        ALL_SCRIPTS
+    )
 
 
-def test_every_pair_is_measured_and_its_tricks_can_be_taken_out():
-    pairs = {name for name in SCRIPTS if f"{name}_torchcompile" in SCRIPTS}
-    assert set(compare.SCRIPTS) == pairs | {"ppo_atari_multigpu"} == set(measure.PEERS)
-    assert pairs == set(ablate.ABLATIONS)
+def test_the_tricks_of_every_pair_can_be_taken_out(tmp_path):
+    """Each patch applies and leaves Python; so do the clocks of phases.py."""
+    pairs = [name for name in CATALOG if f"{name}_torchcompile" in SCRIPTS]
+    assert set(ablate.Args().scripts) == set(pairs)
     for script in pairs:
-        for mode, edits in ablate.ABLATIONS[script].values():
-            source = (ROOT / "leanrl" / f"{script}{measure.modes(script)[mode][0]}.py").read_text()
-            compile(ablate.edited(source, edits), script, "exec")  # applies, and is Python
+        for i, (mode, patch) in enumerate(ablate.variants(script).values()):
+            path = ablate.patched(script, mode, patch, tmp_path / f"{script}{i}")
+            assert (path.read_text() == (ROOT / "leanrl" / path.name).read_text()) == (patch is None)
+            compile(path.read_text(), path, "exec")
         for suffix in ("", "_torchcompile"):
             compile(phases.timed((ROOT / "leanrl" / f"{script}{suffix}.py").read_text()), script, "exec")
+
+
+def test_a_patch_that_does_not_apply_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(ablate, "ROOT", tmp_path)
+    (tmp_path / "leanrl").mkdir()
+    (tmp_path / "leanrl" / "dqn_torchcompile.py").write_text("something else\n")
+    (tmp_path / "x.patch").write_text((ablate.ABLATIONS / "dqn" / "host.patch").read_text())
+    with pytest.raises(SystemExit, match="x.patch does not apply to dqn_torchcompile.py"):
+        ablate.patched("dqn", "compile", tmp_path / "x.patch", tmp_path / "copy")
 
 
 def test_ablation_pairs_slices_and_starts_cold_once(monkeypatch, tmp_path):
@@ -42,7 +59,7 @@ def test_ablation_pairs_slices_and_starts_cold_once(monkeypatch, tmp_path):
     def slowing(*runs):
         results = []
         for run in runs:
-            source = (run.folder / f"{script}{measure.modes(script)[run.mode][0]}.py").read_text()
+            source = (run.folder / f"{script}{CATALOG[script].modes[run.mode][0]}.py").read_text()
             worth = {"twin": 0.5, "eager": 1.0 if "fused=True" in source else 0.8}.get(run.mode, 1.0)
             started.append((run.mode, run.seed, run.cache))
             results.append({"rates": [worth * 0.9**k for k in range(9)]})
@@ -51,7 +68,7 @@ def test_ablation_pairs_slices_and_starts_cold_once(monkeypatch, tmp_path):
     monkeypatch.setattr(ablate, "measure", slowing)
     ablate.ablate(script, ablate.Args(pairs=2, out=tmp_path))
     rows = {row["variant"]: row for row in json.loads((tmp_path / f"{script}.json").read_text())["variants"]}
-    assert rows.keys() == set(ablate.ABLATIONS[script])
+    assert rows.keys() == set(ablate.variants(script))
     worth = {"without perf[graph]: no compilation": 0.5, "eager: Adam without fused=True": 0.8}
     for name, row in rows.items():
         assert row["ratio"] == pytest.approx([worth.get(name, 1)] * 3), name
@@ -79,18 +96,74 @@ def test_summary_pairs_the_slices():
     eager, compiled = compare.summarise(runs)
     assert eager["ratio"] == [1, 1, 1] and compiled["ratio"] == [3, 3, 3]
     assert compiled["sps"][0] == 150 and compiled["device_mb"] is None
-    assert "3.00" in compare.text_table([eager, compiled])
+    table = compare.text_table([eager, compiled])
+    assert "3.00" in table and "warm start s" in table
+    assert "GPU" not in table and "comm" not in table  # no column without content
+
+
+def test_the_first_start_is_cold_and_the_others_are_warm():
+    starts = [30.0, 4.0, 5.0]
+    (row,) = compare.summarise({"compile": [{"rates": [1.0], "startup_seconds": seconds} for seconds in starts]})
+    assert (row["startup_seconds"], row["warm_seconds"]) == (30, 4.5)
+    (row,) = compare.summarise({"compile": [{"rates": [1.0], "startup_seconds": 30.0}]})
+    assert row["warm_seconds"] is None
+
+
+def test_a_program_of_the_users_is_timed_without_its_start(tmp_path):
+    """Half a second of start-up, then a millisecond a step."""
+    program = tmp_path / "mine.py"
+    program.write_text("import sys, time\ntime.sleep(0.5 + 0.001 * int(sys.argv[1]) + 0 * int(sys.argv[2]))\n")
+    result = compare.measure_external(f"{sys.executable} {program} {{steps}} {{seed}}", 1000, seed=3, slices=4)
+    assert result["rates"] == [result["SPS"]] * 4
+    assert 800 < result["SPS"] < 1200 and 0.3 < result["startup_seconds"] < 1.2
+    with pytest.raises(SystemExit, match="(?s)failed with 1:.*IndexError"):
+        compare.measure_external(f"{sys.executable} {program} {{steps}}", 10, seed=3, slices=4)
+    with pytest.raises(SystemExit, match="give it more --steps"):
+        compare.measure_external(f"{sys.executable} -c 'import sys, time; time.sleep(1 / {{steps}})'", 4, 1, 4)
+    with pytest.raises(SystemExit, match="--external mine: say NAME=COMMAND"):
+        compare.main(compare.Args(("dqn",), external=("mine=python mine.py",), out=tmp_path))
+
+
+def test_the_use_of_a_gpu_is_sampled_and_drawn(monkeypatch, tmp_path):
+    """A stand-in for nvidia-smi says 40 and 60 % in turn."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\necho $((40 + 20 * ($(wc -l < "$0.log") % 2)))\necho >> "$0.log"\n')
+    smi.chmod(0o755)
+    (tmp_path / "nvidia-smi.log").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    samples, stop = [], threading.Event()
+    sampler = threading.Thread(target=measure.sample_gpu, args=(samples, stop, 0.01))
+    measure.MEASURING.set()
+    sampler.start()
+    while len(samples) < 4:
+        time.sleep(0.01)
+    measure.MEASURING.clear()
+    stop.set()
+    sampler.join()
+    seconds, percent = zip(*samples)
+    assert percent[:4] == (40, 60, 40, 60) and list(seconds) == sorted(seconds)
+    rows = [{"mode": "eager", "runs": [{"gpu_samples": [[10.0, 50.0], [12.0, 50.0]]}]}, {"mode": "sb3", "runs": [{}]}]
+    plot.utilisation({"script": "sac", "modes": rows}, tmp_path / "gpu.png")
+    assert plot.busy_seconds([[10.0, 50.0], [12.0, 50.0], [14.0, 100.0]]) == 1 + 1.5
+    assert (tmp_path / "gpu.png").stat().st_size > 5000
+
+
+def test_five_seeds_have_an_interquartile_mean():
+    """The best and the worst quarter do not count: an outlier moves the mean and not this."""
+    text = plot.many_seeds([1.0, 2.0, 3.0, 4.0, 1000.0])
+    assert text.startswith("IQM 3.0 [")
+    assert plot.many_seeds([1.0, 2.0, 3.0, 4.0]) == ""
 
 
 def test_efficiency_is_that_of_adding_ranks_not_of_flags():
     runs = {"1 rank": 100.0, "2 ranks": 150.0, "1 rank, one bucket": 90.0, "2 ranks, one bucket": 162.0}
     runs |= {"1 rank, cudagraphs": 200.0, "2 ranks, cudagraphs": 300.0}
-    rows = compare.summarise({mode: [{"rates": [rate]}] for mode, rate in runs.items()})
+    rows = compare.summarise({mode: [{"rates": [rate], "startup_seconds": 0.0}] for mode, rate in runs.items()})
     assert [row["efficiency"] for row in rows] == [1, 0.75, 1, 0.9, 1, 0.75]
     assert [row["ratio"][0] for row in rows] == [1, 1.5, 0.9, 1.62, 2, 3]
-    (alone,) = compare.summarise({"2 ranks": [{"rates": [1.0]}]})
+    (alone,) = compare.summarise({"2 ranks": [{"rates": [1.0], "startup_seconds": 0.0}]})
     assert alone["efficiency"] is None
-    (eager,) = compare.summarise({"eager": [{"rates": [1.0]}]})
+    (eager,) = compare.summarise({"eager": [{"rates": [1.0], "startup_seconds": 0.0}]})
     assert eager["efficiency"] is None
 
 

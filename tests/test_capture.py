@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from capture_emulation import Gpu, emulated_gpu
-from conftest import ATARI, NETWORKS, OFF_POLICY, TWINS, ScriptedPool, load, tiny
+from catalog import row
+from conftest import ATARI, OFF_POLICY, TWINS, ScriptedPool, load, tiny
 
 SHORT = {"total_timesteps": 150, "learning_starts": 100, "batch_size": 16, "buffer_size": 80}
 SHORT |= {"learning_rate": 1e-2, "policy_lr": 1e-2, "q_lr": 1e-2, "target_network_frequency": 3}
@@ -29,7 +30,7 @@ def problem_of(name: str) -> dict:
 def trained(monkeypatch, script: types.ModuleType, schedule: str | None, **flags):
     """The policy's final parameters, and the launches and waits up to each report; no schedule: on the CPU itself."""
     policies = []
-    network = next(network for network in NETWORKS if hasattr(script, network))
+    network = row(script.__name__).policy
 
     class Spied(getattr(script, network)):
         def __init__(self, *dims):

@@ -18,6 +18,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from catalog import row
 from conftest import (
     ATARI,
     OFF_POLICY,
@@ -34,17 +35,11 @@ from conftest import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 COUNTS = {"made_by", "global_step"}  # of a checkpoint: not what it restores
-SHORT = {  # two checkpoints, then some more
-    "ppo_continuous_action": {"num_steps": 64, "total_timesteps": 64 * 4 * 2, "checkpoint_interval": 128},
-    "ppo_atari_envpool": {"num_steps": 16, "total_timesteps": 16 * 6 * 2, "checkpoint_interval": 64},
-    "dqn": {"total_timesteps": 1500, "learning_starts": 200, "checkpoint_interval": 500},
-    "td3_continuous_action": {"total_timesteps": 300, "learning_starts": 50, "checkpoint_interval": 100},
-}
-SHORT["sac_continuous_action"] = SHORT["td3_continuous_action"]
 
 
 def problem(name: str) -> dict:
-    return tiny(name) | SHORT[name.removesuffix("_torchcompile")] | {"num_envs": 2}
+    """Two checkpoints, then some more steps."""
+    return tiny(name) | row(name).saving | {"num_envs": 2}
 
 
 class Killed(BaseException):

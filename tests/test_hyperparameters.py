@@ -2,22 +2,15 @@
 
 import pytest
 import torch
+from catalog import CATALOG
 from conftest import ATARI, OFF_POLICY, PPO_CONTINUOUS, ScriptedPool, load, tiny, train
 
-EAGER = ("ppo_continuous_action", "ppo_atari_envpool", "td3_continuous_action", "sac_continuous_action", "dqn")
-RATES = {  # flags, then the learning rate of each optimizer in the order of their first steps, and Adam's eps
-    "ppo_continuous_action": ({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
-    "ppo_atari_envpool": ({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
-    "td3_continuous_action": ({"learning_rate": 3e-3}, [3e-3, 3e-3], 1e-8),
-    "sac_continuous_action": ({"policy_lr": 1e-3, "q_lr": 2e-3}, [2e-3, 1e-3, 2e-3], 1e-8),
-    "dqn": ({"learning_rate": 3e-3}, [3e-3], 1e-8),
-}
+EAGER = [name for name in CATALOG if CATALOG[name].adam]
 
 
 @pytest.mark.parametrize("name", EAGER)
 def test_optimizers_have_the_rates_that_the_flags_say(monkeypatch, name):
-    """SAC's critics step first, then its actor, then its temperature, which learns as fast as the critics."""
-    flags, rates, eps = RATES[name]
+    flags, rates, eps = CATALOG[name].adam
     seen = {}
 
     class SpiedAdam(torch.optim.Adam):

@@ -15,18 +15,10 @@ import tomllib
 
 import pytest
 import tyro
+from catalog import row
 from conftest import ALL_SCRIPTS, ROOT, load
 from torch.distributed.run import get_args_parser
 
-sys.path.insert(0, str(ROOT / "benchmark"))
-EXTRA = {  # script without suffix -> its requirements file
-    "ppo_continuous_action": "mujoco",
-    "td3_continuous_action": "mujoco",
-    "sac_continuous_action": "mujoco",
-    "dqn": "",
-    "ppo_atari_envpool": "atari",
-    "ppo_atari_multigpu": "atari",
-}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -40,7 +32,7 @@ def test_pep_723_block_holds_the_pins_of_requirements(name):
     text = (ROOT / "leanrl" / f"{name}.py").read_text()
     block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", text)[1]
     listed = set(tomllib.loads(re.sub(r"^# ?", "", block, flags=re.M))["dependencies"])
-    extras = [f"requirements-{extra}.txt" for extra in [EXTRA[name.removesuffix("_torchcompile")]] if extra]
+    extras = [f"requirements-{row(name).requirements}.txt"] if row(name).requirements else []
     assert listed <= pins("requirements.txt", *extras)
     assert pins(*extras) <= listed
     imported = {

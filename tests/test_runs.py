@@ -15,16 +15,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from catalog import row
 from conftest import ALL_SCRIPTS, ATARI, OFF_POLICY, PPO, PPO_CONTINUOUS, ROOT, SCRIPTS, forked, load, tiny, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 GYM = [name for name in SCRIPTS if name not in ATARI]
-LOSSES = {
-    "ppo": "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance",
-    "dqn": "td_loss q_values",
-    "td3_continuous_action": "qf1_values qf2_values qf1_loss qf2_loss qf_loss actor_loss",
-    "sac_continuous_action": "qf1_values qf2_values qf1_loss qf2_loss qf_loss actor_loss alpha alpha_loss",
-}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -40,7 +35,7 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
     low, high = (5, 500) if "dqn" in name else (-0.1, 15) if name in ATARI else (-1600 * 1.3, 0)
     assert run.metrics["SPS"] > 0 and low < run.metrics["episodic_return"] < high
     events = EventAccumulator(str(run.run_dir)).Reload()
-    losses = LOSSES["ppo" if name in PPO else name.removesuffix("_torchcompile")]
+    losses = row(name).losses
     losses = [f"losses/{loss}" for loss in losses.split()]
     keys = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", *losses}
     keys |= {f"summary/{name}" for name in run.metrics}

@@ -8,16 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from catalog import row
 from conftest import ATARI, OFF_POLICY, ROOT, TWINS, ScriptedPool, largest_difference, load, tiny, train
 from torch._dynamo.utils import counters
-
-GRAPHS = {
-    "ppo_continuous_action": 1,
-    "td3_continuous_action": 3,
-    "sac_continuous_action": 3,
-    "dqn": 1,
-    "ppo_atari_envpool": 2,
-}  # what --compile compiles
 
 
 def body(name: str) -> list[str]:
@@ -82,7 +75,7 @@ def test_compile_computes_the_same_in_whole_graphs_without_recompiling(monkeypat
     assert largest_difference(plain, compiled) < (2e-5 if twin in ATARI else 5e-6)
     for name in plain.metrics.keys() - {"SPS", "startup_seconds"}:
         assert plain.metrics[name] == pytest.approx(compiled.metrics[name], rel=1e-3, abs=1e-4), name
-    assert counters["stats"]["unique_graphs"] == GRAPHS[twin.removesuffix("_torchcompile")]
+    assert counters["stats"]["unique_graphs"] == row(twin).graphs
     assert not counters["graph_break"]
     assert counters["aot_autograd"]["total"] >= counters["stats"]["unique_graphs"]  # inductor has compiled them
 
@@ -185,7 +178,7 @@ def test_start_up_includes_the_first_call_of_all_that_is_compiled(monkeypatch, t
     monkeypatch.setattr(load(twin), "time", SimpleNamespace(time=time.time, perf_counter=perf_counter))
     run = train(monkeypatch, twin, **tiny(twin), compile=True)
     count = len(set(called))
-    assert count == GRAPHS[twin.removesuffix("_torchcompile")]
+    assert count == row(twin).graphs
     assert 1000 * count - 10 < run.metrics["startup_seconds"] < 1000 * count + 10
 
 

@@ -1,0 +1,156 @@
+"""The one table of the scripts. The benchmark and the tests read it, so a new script or pair is one new row here.
+
+A mode is (suffix of the file, its flags). "eager" is the plain file, all others are of its twin. The data-parallel
+script has no twin; its modes are numbers of ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from peers import dqn, ppo, ppo_unnormalised, sac, td3
+
+TWIN = "_torchcompile"
+MODES = {
+    "eager": ("", []),
+    "twin": (TWIN, []),
+    "compile": (TWIN, ["--compile"]),
+    "cudagraphs": (TWIN, ["--cudagraphs"]),
+    "compile+cudagraphs": (TWIN, ["--compile", "--cudagraphs"]),
+}
+BF16 = {
+    "compile+bf16": (TWIN, ["--compile", "--bf16"]),
+    "compile+cudagraphs+bf16": (TWIN, ["--compile", "--cudagraphs", "--bf16"]),
+}
+GROUPS = {
+    "compile+groups": (TWIN, ["--compile", "--env-groups", 2]),
+    "compile+cudagraphs+groups": (TWIN, ["--compile", "--cudagraphs", "--env-groups", 2]),
+    "compile+cudagraphs+groups+bf16": (TWIN, ["--compile", "--cudagraphs", "--env-groups", 2, "--bf16"]),
+}
+RANKS = {
+    "1 rank": ("", ["--compile"]),
+    "2 ranks": ("", ["--compile"]),
+    "1 rank, one bucket": ("", ["--compile", "--no-ddp"]),
+    "2 ranks, one bucket": ("", ["--compile", "--no-ddp"]),
+    "1 rank, cudagraphs": ("", ["--compile", "--cudagraphs"]),
+    "2 ranks, cudagraphs": ("", ["--compile", "--cudagraphs"]),
+}
+PPO_LOSSES = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance"
+CRITIC_LOSSES = "qf1_values qf2_values qf1_loss qf2_loss qf_loss"
+
+
+@dataclass(frozen=True)
+class Script:
+    env_id: str  # the env that it is measured in
+    steps: int  # env steps of a measured run
+    requirements: str  # what it needs beside the core: requirements/requirements-{this}.txt
+    policy: str  # the class of its policy
+    losses: str  # what it logs under losses/
+    tiny: dict  # flags of a test that takes seconds and goes past the first updates
+    saving: dict = field(default_factory=dict)  # more of them, for a run with two checkpoints and some more
+    gate: tuple[dict, float, float] | None = None  # flags of a small problem, what an untrained policy gets at most in
+    # the first 3 episodes, and what the trained one must get at least in the last 10
+    adam: tuple[dict, list, float] | None = None  # flags; the rate that each of its optimizers then has; Adam's eps
+    graphs: int = 0  # how many functions --compile compiles
+    modes: dict[str, tuple[str, list]] = field(default_factory=lambda: MODES)
+    peers: dict[str, Callable] = field(default_factory=dict)  # what is measured beside it; see peers.py
+
+
+SWING_UP = {"env_id": "Pendulum-v1", "total_timesteps": 4_500, "learning_starts": 1000, "batch_size": 64}
+SWING_UP |= {"gamma": 0.95, "tau": 0.02}
+OFF_POLICY = {"total_timesteps": 1024, "learning_starts": 900, "batch_size": 32, "buffer_size": 700}
+OFF_POLICY_SAVING = {"total_timesteps": 300, "learning_starts": 50, "checkpoint_interval": 100}
+ATARI = {"env_id": "Breakout-v5", "num_envs": 2, "update_epochs": 2, "total_timesteps": 1024}
+
+CATALOG = {
+    "ppo_continuous_action": Script(
+        env_id="HalfCheetah-v4",
+        steps=40_960,
+        requirements="mujoco",
+        policy="Agent",
+        losses=PPO_LOSSES,
+        tiny={"env_id": "Pendulum-v1", "num_steps": 256, "num_minibatches": 4, "update_epochs": 2}
+        | {"total_timesteps": 1024},
+        saving={"num_steps": 64, "total_timesteps": 64 * 4 * 2, "checkpoint_interval": 128},
+        # an episode pays 1000 at most, and 10 with an untrained policy
+        gate=(
+            {"env_id": "InvertedPendulum-v5", "total_timesteps": 24_576, "num_steps": 1024, "learning_rate": 1e-3},
+            50,
+            900,
+        ),
+        adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
+        graphs=1,
+        peers=ppo | ppo_unnormalised,
+    ),
+    "td3_continuous_action": Script(
+        env_id="HalfCheetah-v4",
+        steps=6_000,
+        requirements="mujoco",
+        policy="Actor",
+        losses=f"{CRITIC_LOSSES} actor_loss",
+        tiny=OFF_POLICY | {"env_id": "Pendulum-v1"},
+        saving=OFF_POLICY_SAVING,
+        # a policy that keeps the pendulum up gets -150 (after a bad start -380), an untrained one -1200
+        gate=(SWING_UP | {"learning_rate": 2e-3}, -700, -450),
+        adam=({"learning_rate": 3e-3}, [3e-3, 3e-3], 1e-8),
+        graphs=3,
+        modes=MODES | BF16,
+        peers=td3,
+    ),
+    "sac_continuous_action": Script(
+        env_id="HalfCheetah-v4",
+        steps=5_000,
+        requirements="mujoco",
+        policy="GaussianActor",
+        losses=f"{CRITIC_LOSSES} actor_loss alpha alpha_loss",
+        tiny=OFF_POLICY | {"env_id": "Pendulum-v1"},
+        saving=OFF_POLICY_SAVING,
+        gate=(SWING_UP | {"policy_lr": 2e-3, "q_lr": 2e-3}, -700, -450),
+        # the critics step first, then the actor, then the temperature, which learns as fast as the critics
+        adam=({"policy_lr": 1e-3, "q_lr": 2e-3}, [2e-3, 1e-3, 2e-3], 1e-8),
+        graphs=3,
+        modes=MODES | BF16,
+        peers=sac,
+    ),
+    "dqn": Script(
+        env_id="CartPole-v1",
+        steps=100_000,
+        requirements="",
+        policy="QNetwork",
+        losses="td_loss q_values",
+        tiny=OFF_POLICY | {"env_id": "CartPole-v1", "target_network_frequency": 50},
+        saving={"total_timesteps": 1500, "learning_starts": 200, "checkpoint_interval": 500},
+        # an episode pays 500 at most, and 22 with random actions
+        gate=({"total_timesteps": 40_000, "learning_rate": 1e-3, "learning_starts": 1000}, 60, 150),
+        adam=({"learning_rate": 3e-3}, [3e-3], 1e-8),
+        graphs=1,
+        peers=dqn,
+    ),
+    "ppo_atari_envpool": Script(
+        env_id="Breakout-v5",
+        steps=16_384,
+        requirements="atari",
+        policy="AtariAgent",
+        losses=PPO_LOSSES,
+        tiny=ATARI,
+        saving={"num_steps": 16, "total_timesteps": 16 * 6 * 2, "checkpoint_interval": 64},
+        # on a screen of four quadrants: an episode pays 20 at most, and 5 with random actions
+        gate=({"total_timesteps": 6_144, "num_steps": 64, "learning_rate": 5e-4}, 9, 12),
+        adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
+        graphs=2,
+        modes=MODES | BF16 | GROUPS,  # no other library steps EnvPool
+    ),
+    "ppo_atari_multigpu": Script(
+        env_id="Breakout-v5",
+        steps=16_384,
+        requirements="atari",
+        policy="AtariAgent",
+        losses=PPO_LOSSES,
+        tiny=ATARI,
+        modes=RANKS,
+    ),
+}
+
+
+def row(script: str) -> Script:
+    """The row of a file, which may be a twin."""
+    return CATALOG[script.removesuffix(TWIN)]

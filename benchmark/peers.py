@@ -1,0 +1,87 @@
+"""The libraries that compare.py measures beside our scripts: Stable-Baselines3 (PyTorch) and SBX (JAX).
+
+Each runs with our defaults. A peer is (the package that it needs, what trains it). The latter is a function of an env
+id, a seed, a number of env steps and a callback that gets the steps done so far, first when learning begins. It returns
+the mean episodic return.
+"""
+
+import importlib
+import math
+from collections.abc import Callable
+from functools import partial
+
+PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
+LEARNING_STARTS = 1_000  # env steps of random actions, off-policy: short, since what counts comes after
+
+PPO = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4, "gamma": 0.99, "gae_lambda": 0.95}
+PPO |= {"clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5}
+PPO |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
+OFF_POLICY = {"gamma": 0.99, "gradient_steps": 1, "learning_starts": LEARNING_STARTS}
+CONTINUOUS = OFF_POLICY | {"learning_rate": 3e-4, "buffer_size": 1_000_000, "batch_size": 256, "tau": 0.005}
+CONTINUOUS |= {"train_freq": 1, "policy_kwargs": {"net_arch": [256, 256]}}
+TD3 = CONTINUOUS | {"policy_delay": 2}
+SAC = CONTINUOUS | {"ent_coef": "auto"}
+DQN = OFF_POLICY | {"learning_rate": 2.5e-4, "buffer_size": 10_000, "batch_size": 128, "tau": 1.0, "train_freq": 10}
+DQN |= {"target_update_interval": 500, "exploration_initial_eps": 1.0, "exploration_final_eps": 0.05}
+DQN |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
+
+
+def train(
+    library: str,
+    algorithm: str,
+    settings: dict,
+    env_id: str,
+    seed: int,
+    steps: int,
+    on_report: Callable[[int], None],
+    monitor: str | None = None,
+    normalize: bool = False,
+) -> float:
+    """Trains; reports once per rollout of PPO, and every 500 steps of learning off-policy.
+
+    With `monitor`, a folder, Stable-Baselines3's Monitor writes each episode to it.
+    """
+    import numpy as np
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.noise import NormalActionNoise
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    envs = make_vec_env(env_id, n_envs=1, seed=seed, monitor_dir=monitor)
+    if normalize:
+        envs = VecNormalize(envs, gamma=settings["gamma"])
+    if algorithm == "TD3":
+        (dims,) = envs.action_space.shape
+        settings = settings | {"action_noise": NormalActionNoise(np.zeros(dims), np.full(dims, 0.1))}
+    if (library, algorithm) == ("sbx", "SAC"):  # Stable-Baselines3 has one rate for all
+        settings = settings | {"qf_learning_rate": 1e-3}
+    learning_starts = settings.get("learning_starts", 0)
+    interval = settings.get("n_steps", 500)
+
+    class Clock(BaseCallback):
+        def _on_step(self):
+            done = self.num_timesteps - learning_starts
+            if done >= 0 and done % interval == 0:
+                on_report(self.num_timesteps)
+            return True
+
+    model = getattr(importlib.import_module(PACKAGES[library]), algorithm)("MlpPolicy", envs, seed=seed, **settings)
+    if not learning_starts:
+        on_report(0)
+    model.learn(steps, callback=Clock())
+    return float(np.mean([episode["r"] for episode in model.ep_info_buffer or [{"r": math.nan}]]))
+
+
+def peers(suffix: str, algorithm: str, settings: dict, **kwargs) -> dict[str, tuple[str, Callable]]:
+    """Both libraries' peers by name."""
+    return {
+        library + suffix: (package, partial(train, library, algorithm, settings, **kwargs))
+        for library, package in PACKAGES.items()
+    }
+
+
+ppo = peers("", "PPO", PPO, normalize=True)
+ppo_unnormalised = peers(" unnormalised", "PPO", PPO)
+td3 = peers("", "TD3", TD3)
+sac = peers("", "SAC", SAC)
+dqn = peers("", "DQN", DQN)
