@@ -41,6 +41,7 @@ from tqdm import tqdm
 class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(CATALOG)
     steps: int | None = None  # env steps of each run; default: the script's own
+    seconds: float | None = None  # end each run once it has been measured for so long; not for ranks
     pairs: int = 3  # runs of each mode
     slices: int = 20  # parts of a run, in turn; 1 on a machine of one's own, to see what a GPU is used for long enough
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
@@ -87,13 +88,15 @@ class Run:
     folder: Path = ROOT / "leanrl"
     cache: Path | None = None  # the compiler's cache; default: an empty one, so that the start is cold
     slices: int = 20
+    seconds: float | None = None
     threads: int | None = None  # default: what the script or the library chooses
 
     def start(self, empty: Path) -> subprocess.Popen:
         """The process, without a progress bar: measure() has one for all."""
         command = [sys.executable, "-W", "ignore", Path(__file__).parent / "measure.py", self.script, "--in-turns"]
         command += ["--mode", self.mode, "--steps", self.steps, "--env-id", self.env_id, "--seed", self.seed]
-        command = [str(part) for part in (*command, "--folder", self.folder, "--slices", self.slices)]
+        command += ["--folder", self.folder, "--slices", self.slices]
+        command = [str(part) for part in command + (["--seconds", self.seconds] if self.seconds else [])]
         env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(self.cache or empty)}
         env["TQDM_DISABLE"] = "1"
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of a GPU that others use as well
@@ -253,6 +256,7 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     chosen = [m for m in ours + (peers if args.peers else []) if not args.modes or m in args.modes]
     print(f"{script} on {entry.env_id}: {', '.join([*chosen, *externals])}; {args.pairs} x {steps:,} steps", flush=True)
     about = {"steps": steps, "env_id": entry.env_id, "slices": args.slices}
+    about["seconds"] = None if entry.modes is RANKS else args.seconds  # ranks would not end at the same report
     threads = {mode: best_threads(Run(script, mode, seed=1, **about)) for mode in chosen if mode in peers}
     runs = {mode: [] for mode in [*chosen, *externals]}
     with tempfile.TemporaryDirectory() as caches:

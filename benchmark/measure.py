@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -42,7 +43,12 @@ class Args:
     folder: Path = ROOT / "leanrl"  # where the script is
     slices: int = 20  # parts of a run, of equally many steps; each at least a report
     in_turns: bool = False  # wait for stdin after each slice
+    seconds: float | None = None  # end the run once it has been measured for so long; default: after all steps
     monitor: str | None = None  # folder for the episodes of a peer
+
+
+class Enough(Exception):
+    """A run has been measured for as long as was asked for."""
 
 
 WAITED = [0.0]  # seconds in which others had the machine
@@ -77,22 +83,28 @@ def wait_for_turn():
 
 
 def slices(args: Args, warmup_reports: int) -> tuple[list[float], Callable[[int], None]]:
-    """A list of steps/s, a slice each, and what fills it: a function of the steps done, to be called at each report."""
+    """A list of steps/s, a slice each, and what fills it: a function of the steps done, to be called at each report.
+
+    A slice is a part of the steps or, with --seconds, of that time. Then the last slice ends the run by Enough.
+    """
     rates, last, reports = [], [], [0]
+
+    def goes_on(steps: int) -> bool:
+        if args.seconds:
+            return clock() - last[0] < args.seconds / args.slices
+        return last[1] * args.slices // args.steps == steps * args.slices // args.steps
 
     def on_report(steps: int):
         reports[0] += 1
-        if (
-            reports[0] < warmup_reports
-            or last
-            and last[1] * args.slices // args.steps == steps * args.slices // args.steps
-        ):
+        if reports[0] < warmup_reports or (last and goes_on(steps)):
             return
         now = clock()
         if last:
             rates.append((steps - last[1]) / (now - last[0]))
         last[:] = now, steps
         MEASURING.clear()
+        if args.seconds and len(rates) == args.slices:
+            raise Enough
         if args.in_turns:
             wait_for_turn()
         MEASURING.set()
@@ -114,8 +126,10 @@ def run_script(args: Args) -> dict:
     script.time = SimpleNamespace(perf_counter=clock, time=time.time)
     report, (rates, on_report) = script.report, slices(args, script.WARMUP_REPORTS)
 
+    metrics = {}
+
     def report_and_wait(losses, *rest):
-        metrics = report(losses, *rest)
+        metrics.update(report(losses, *rest))
         if losses:  # learning has begun
             on_report(metrics["global_step"])
         return metrics
@@ -126,34 +140,32 @@ def run_script(args: Args) -> dict:
     flags += ["--learning-starts", LEARNING_STARTS] if hasattr(script.Args, "learning_starts") else []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        metrics = script.train(tyro.cli(script.Args, args=[*map(str, flags), "--exp-name", args.mode]))
+        with suppress(Enough):
+            script.train(tyro.cli(script.Args, args=[*map(str, flags), "--exp-name", args.mode]))
         os.chdir(ROOT)
     MEASURING.clear()
     if not rates:
         sys.exit(f"error: {args.steps} steps are too few to be measured.")
     result = {name: metrics[name] for name in ("SPS", "startup_seconds", "episodic_return")} | {"rates": rates}
-    learning_steps = max(args.steps - LEARNING_STARTS * hasattr(script.Args, "learning_starts"), 1)
+    learning_steps = max(metrics["global_step"] - LEARNING_STARTS * hasattr(script.Args, "learning_starts"), 1)
     result["graph_share"] = graph_share(graphs, 1 / metrics["SPS"], learning_steps, torch.cuda.synchronize)
     return result
 
 
 def run_peer(args: Args, warmup_reports: int = 3) -> dict:
     """Trains with another library; the same clock as in our scripts: the first 3 reports do not count."""
-    from tqdm import tqdm
-
     times, steps = [], []
-    progress = tqdm(total=args.steps, unit="step", desc=args.mode, dynamic_ncols=True)
     rates, end_of_slice = slices(args, warmup_reports + 1)  # the first report is the start
 
     def on_report(num_timesteps: int):
         times.append(clock())
         steps.append(num_timesteps)
-        progress.update(num_timesteps - progress.n)
         end_of_slice(num_timesteps)
 
     _, train = CATALOG[args.script].peers[args.mode]
-    episodic_return = train(args.env_id, args.seed, args.steps, on_report, args.monitor)
-    progress.close()
+    episodic_return = None
+    with suppress(Enough):
+        episodic_return = train(args.env_id, args.seed, args.steps, on_report, args.monitor)
     sps = (steps[-1] - steps[warmup_reports]) / (times[-1] - times[warmup_reports])
     startup_seconds = times[warmup_reports] - times[0] - (steps[warmup_reports] - steps[0]) / sps
     return {"SPS": sps, "startup_seconds": startup_seconds, "episodic_return": episodic_return, "rates": rates}

@@ -262,6 +262,19 @@ def test_the_clock_stands_still_in_others_turns(monkeypatch):
     assert rates == pytest.approx([100] * 19) and now[0] == pytest.approx(40 + 20 * 3600)
 
 
+def test_a_run_ends_when_it_has_been_measured_for_long_enough(monkeypatch):
+    """100 steps a second: 2 reports of warm-up, then two slices of 5 seconds, and no more."""
+    now = [0.0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(measure, "WAITED", [0.0])
+    rates, on_report = measure.slices(measure.Args("x", "eager", 10**6, "e", seconds=10, slices=2), 3)
+    with pytest.raises(measure.Enough):
+        for steps in range(100, 10**6, 100):
+            now[0] += 1
+            on_report(steps)
+    assert rates == [100, 100] and steps == 1300 and not measure.MEASURING.is_set()
+
+
 def test_the_share_of_the_graphs_counts_calls_of_updates_alone(monkeypatch):
     """One graph of 2 ms called at each of 100 steps that take 8 ms, another that is no update: a quarter."""
 
