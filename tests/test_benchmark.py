@@ -1,7 +1,9 @@
 """The benchmark measures what it says, and the documents show what it measured."""
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,8 +20,8 @@ import pytest
 import returns
 import torch
 import torch.distributed as dist
-from catalog import CATALOG
-from conftest import ALL_SCRIPTS, ROOT, SCRIPTS
+from catalog import CATALOG, TWIN
+from conftest import ALL_SCRIPTS, ROOT, SCRIPTS, load
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
@@ -41,6 +43,25 @@ def test_the_tricks_of_every_pair_can_be_taken_out(tmp_path):
             compile(path.read_text(), path, "exec")
         for suffix in ("", "_torchcompile"):
             compile(phases.timed((ROOT / "leanrl" / f"{script}{suffix}.py").read_text()), script, "exec")
+
+
+def test_scripts_have_the_names_that_the_benchmark_relies_on():
+    """And the page lists those names."""
+    needed = ["Args", "WARMUP_REPORTS", "time", "SPS", "startup_seconds", "episodic_return", "global_step"]
+    needed += ["train", "report", "# act", "# learn", "# step and store", "# report", "CudaGraphModule"]
+    page = (ROOT / "docs" / "benchmark.md").read_text()
+    section = page[page.index("### What the benchmark needs") : page.index("### Tables")]
+    assert all(re.search(rf"`{name}[`(]", section) for name in needed)
+    for name in ALL_SCRIPTS:
+        script, text = load(name), (ROOT / "leanrl" / f"{name}.py").read_text()
+        assert script.time is time and script.WARMUP_REPORTS > 0
+        assert list(inspect.signature(script.train).parameters)[0] == "args"
+        assert list(inspect.signature(script.report).parameters)[0] == "losses"
+        assert all(f'metrics["{key}"]' in text or f'"{key}":' in text for key in needed[3:7])
+        assert len(re.findall(r"\n +metrics = report\(", text)) == 1
+        if name.endswith(TWIN):
+            learners = re.findall(r"(\w+) = CudaGraphModule\(", text)
+            assert set(learners) & {"update", "update_with_actor", "update_epoch"}
 
 
 def test_a_patch_that_does_not_apply_says_so(monkeypatch, tmp_path):
