@@ -48,7 +48,7 @@ install core requirements-dev.txt
 [[ ${1:-} =~ ^(compare|sweep)$ ]] && install peers requirements-peers.txt
 export PATH=$PWD/.venv/bin:$PATH
 case ${1:-} in
-  '') exec python benchmark/compare.py ppo_continuous_action --no-peers ;;
+  '') exec python benchmark/compare.py ppo_continuous_action --no-peers --pairs 1 ;;
   test) OMP_NUM_THREADS=1 exec python -m pytest -n 2 --dist worksteal "${@:2}" ;; # two at once, of one thread each
   train)
     [[ -f leanrl/${2:-}.py ]] || die "no script '${2:-}'; there are: $(cd leanrl && echo *.py | sed 's/\.py//g')"
@@ -60,15 +60,14 @@ case ${1:-} in
   compare) exec python benchmark/compare.py "${@:2}" ;;
   sweep)
     python benchmark/compare.py --out benchmark/results/cpu
-    python benchmark/phases.py --out benchmark/results/phases
-    python benchmark/ablate.py --out benchmark/results/ablation
+    for tool in phases ablate scale; do python benchmark/$tool.py --out benchmark/results/$tool; done
+    for tool in saving steps; do python benchmark/$tool.py; done
     run="python benchmark/returns.py"
     $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
     $run ppo_continuous_action --modes eager --seeds 1
-    $run td3_continuous_action --total-timesteps 200000
-    $run td3_continuous_action --total-timesteps 200000 --modes eager --seeds 1 2
-    $run sac_continuous_action --total-timesteps 200000
-    $run sac_continuous_action --total-timesteps 200000 --modes eager --seeds 1
+    $run ppo_continuous_action --modes compile eager sbx --seeds 1 --out benchmark/results/race
+    $run td3_continuous_action --total-timesteps 200000 --modes eager compile compile+bf16
+    $run sac_continuous_action --total-timesteps 200000 --modes eager compile compile+bf16
     $run dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds $(seq 10)
     $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
     $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --modes eager compile compile+bf16 --seeds 1 2

@@ -58,7 +58,7 @@ class Script:
 SWING_UP = {"env_id": "Pendulum-v1", "total_timesteps": 4_500, "learning_starts": 1000, "batch_size": 64}
 SWING_UP |= {"gamma": 0.95, "tau": 0.02}
 OFF_POLICY = {"total_timesteps": 1024, "learning_starts": 900, "batch_size": 32, "buffer_size": 700}
-OFF_POLICY_SAVING = {"total_timesteps": 300, "learning_starts": 50, "checkpoint_interval": 100}
+OFF_POLICY_SAVING = {"total_timesteps": 300, "learning_starts": 50, "checkpoint_interval": 100, "buffer_size": 100}
 ATARI = {"env_id": "Breakout-v5", "num_envs": 2, "update_epochs": 2, "total_timesteps": 1024}
 
 CATALOG = {
@@ -70,7 +70,7 @@ CATALOG = {
         losses=PPO_LOSSES,
         tiny={"env_id": "Pendulum-v1", "num_steps": 256, "num_minibatches": 4, "update_epochs": 2}
         | {"total_timesteps": 1024},
-        saving={"num_steps": 64, "total_timesteps": 64 * 4 * 2, "checkpoint_interval": 128},
+        saving={"num_steps": 64, "num_minibatches": 2, "total_timesteps": 64 * 4 * 2, "checkpoint_interval": 128},
         # an episode pays 1000 at most, and 10 with an untrained policy
         gate=(
             {"env_id": "InvertedPendulum-v5", "total_timesteps": 24_576, "num_steps": 1024, "learning_rate": 1e-3},

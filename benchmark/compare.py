@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -89,31 +90,47 @@ class Run:
     cache: Path | None = None  # the compiler's cache; default: an empty one, so that the start is cold
     slices: int = 20
     seconds: float | None = None
+    report_interval: int | None = None
+    flags: tuple[str, ...] = ()  # more flags of the script
     threads: int | None = None  # default: what the script or the library chooses
 
-    def start(self, empty: Path) -> subprocess.Popen:
-        """The process, without a progress bar: measure() has one for all."""
+    def command(self) -> list[str]:
+        """The command line of measure.py."""
         command = [sys.executable, "-W", "ignore", Path(__file__).parent / "measure.py", self.script, "--in-turns"]
         command += ["--mode", self.mode, "--steps", self.steps, "--env-id", self.env_id, "--seed", self.seed]
-        command += ["--folder", self.folder, "--slices", self.slices]
-        command = [str(part) for part in command + (["--seconds", self.seconds] if self.seconds else [])]
-        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(self.cache or empty)}
-        env["TQDM_DISABLE"] = "1"
+        command += ["--folder", self.folder, "--slices", self.slices, f"--flags={shlex.join(self.flags)}"]
+        if self.seconds:
+            command += ["--seconds", self.seconds]
+        if self.report_interval:
+            command += ["--report-interval", self.report_interval]
+        return [str(part) for part in command]
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables, for as many threads as are asked for; without a progress bar of its own."""
+        env = os.environ | {"TQDM_DISABLE": "1"}
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of a GPU that others use as well
         if self.threads:
             env["OMP_NUM_THREADS"] = str(self.threads)
             env["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={'true' if self.threads > 1 else 'false'}"
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+        return env
+
+    def start(self, empty: Path) -> subprocess.Popen:
+        """The process, with its compiler cache in `empty` unless it has one."""
+        env = self.environment() | {"TORCHINDUCTOR_CACHE_DIR": str(self.cache or empty)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.Popen(self.command(), cwd=ROOT, env=env, **pipes)
 
 
-def measure(*runs: Run) -> list[dict]:
+def measure(*runs: Run, progress: tqdm | None = None) -> list[dict]:
     """The result of each run. They go on in turn, one at a time: up to the end of the warm-up, then slice by slice.
 
     Every other round goes backwards, so that what comes last is not always compared with something older.
     """
     processes, results, order = {}, {}, list(enumerate(runs))
-    bar = {"total": sum(run.slices for run in runs), "unit": "slice", "desc": runs[0].script}
-    with tqdm(**bar, smoothing=0) as progress, tempfile.TemporaryDirectory() as empty:
+    left = [run.slices for run in runs]  # of the progress bar; a run may report less often
+    if progress is None:
+        progress = tqdm(total=sum(left), unit="slice", desc=runs[0].script, smoothing=0)
+    with tempfile.TemporaryDirectory() as empty:
         try:
             while len(results) < len(runs):
                 for i, run in order:
@@ -127,13 +144,15 @@ def measure(*runs: Run) -> list[dict]:
                             print(file=processes[i].stdin, flush=True)
                     for line in processes[i].stdout:
                         if line.endswith(f"{HAND_OVER}\n"):
-                            progress.update()
+                            progress.update(min(left[i], 1))
+                            left[i] -= min(left[i], 1)
                             break
                     else:  # the end
                         if processes[i].wait():
                             code = processes[i].returncode
                             sys.exit(f"error: {run.mode} of {run.script} failed with exit code {code}")
                         results[i] = json.loads(line)
+                        progress.update(left[i])
                 order.reverse()
         finally:
             for process in processes.values():  # those that wait end by themselves
@@ -143,10 +162,10 @@ def measure(*runs: Run) -> list[dict]:
     return [results[i] for i in range(len(runs))]
 
 
-def best_threads(run: Run) -> int:
+def best_threads(run: Run, progress: tqdm | None = None) -> int:
     """The number of threads with which a peer is faster, one or as many as there are cores, by a trial of both."""
     trials = [replace(run, threads=threads) for threads in sorted({1, os.cpu_count()})]
-    rates = [np.median(result["rates"]) for result in measure(*trials)]
+    rates = [np.median(result["rates"]) for result in measure(*trials, progress=progress)]
     return trials[int(np.argmax(rates))].threads
 
 
@@ -164,7 +183,7 @@ def measure_external(command: str, steps: int, seed: int, slices: int) -> dict:
     if long <= short:
         sys.exit(f"error: {command} took {long:.1f} s for {steps} steps, {short:.1f} s for half; give it more --steps.")
     sps = (steps - steps // 2) / (long - short)
-    return {"rates": [sps] * slices, "SPS": sps, "startup_seconds": short - steps // 2 / sps}
+    return {"rates": [sps] * slices, "SPS": sps}
 
 
 def interval(turns: list[list[float]]) -> list[float]:
@@ -196,9 +215,9 @@ def summarise(runs: dict[str, list[dict]]) -> list[dict]:
         alone = runs.get(f"1 rank{comma}{flags}") if mode in RANKS else None
         row["efficiency"] = interval(ratios(results, alone))[0] / int(ranks[0]) if alone else None
         # the first run finds the compiler's cache empty
-        row["startup_seconds"] = float(results[0]["startup_seconds"])
-        warm = [r["startup_seconds"] for r in results[1:]]
-        row["warm_seconds"] = max(float(np.median(warm)), 0) if warm else None
+        cold, *warm = [r.get("startup_seconds") for r in results]
+        row["startup_seconds"] = cold
+        row["warm_seconds"] = max(float(np.median(warm)), 0) if warm and None not in warm else None
         for key in (
             "threads",
             "host_mb",
@@ -220,16 +239,19 @@ def text_table(rows: list[dict]) -> str:
     def shown(value: float | None, template: str, factor: float = 1) -> str | None:
         return None if value is None else template.format(factor * value)
 
+    from plot import pays_after
+
     cells = []
     for row in rows:
         sps, low, high = row["sps"]
         cells.append({
             "mode": row["mode"],
             "steps/s": f"{sps:,.0f}",
-            "95 % interval": f"{low:,.0f} - {high:,.0f}",
+            "95 % interval": f"{low:,.0f} - {high:,.0f}" if low < high else None,
             f"x {rows[0]['mode']}": f"{row['ratio'][0]:.2f}",
-            "cold start s": f"{max(row['startup_seconds'], 0):.1f}",
+            "cold start s": shown(row["startup_seconds"], "{:.1f}"),
             "warm start s": shown(row["warm_seconds"], "{:.1f}"),
+            "pays off after": shown(pays_after(row, rows[0]), "{:,.0f} steps"),
             "host MB": shown(row["host_mb"], "{:,.0f}"),
             "GPU MB": shown(row["device_mb"], "{:,.0f}"),
             "GPU %": shown(row["gpu_utilisation"], "{:.0f}"),
@@ -254,20 +276,30 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     if unknown := set(args.modes) - set(ours) - set(peers):
         sys.exit(f"error: no mode {', '.join(unknown)} here; there are: {', '.join(ours + peers)}")
     chosen = [m for m in ours + (peers if args.peers else []) if not args.modes or m in args.modes]
-    print(f"{script} on {entry.env_id}: {', '.join([*chosen, *externals])}; {args.pairs} x {steps:,} steps", flush=True)
-    about = {"steps": steps, "env_id": entry.env_id, "slices": args.slices}
-    about["seconds"] = None if entry.modes is RANKS else args.seconds  # ranks would not end at the same report
-    threads = {mode: best_threads(Run(script, mode, seed=1, **about)) for mode in chosen if mode in peers}
+    if not chosen or set(chosen) & set(externals):
+        sys.exit("error: nothing to measure, or an --external with the name of a mode.")
+    seconds = None if entry.modes is RANKS else args.seconds  # ranks would not end at the same report
+    length = f"{seconds} s" if seconds else f"{steps:,} steps"
+    print(f"{script} on {entry.env_id}: {', '.join([*chosen, *externals])}; {args.pairs} x {length}", flush=True)
+    about = {"steps": steps, "env_id": entry.env_id, "slices": args.slices, "seconds": seconds}
+    tried = [mode for mode in chosen if mode in peers and os.cpu_count() > 1]
+    total = args.slices * (args.pairs * len(chosen) + 2 * len(tried)) + args.pairs * len(externals)
     runs = {mode: [] for mode in [*chosen, *externals]}
-    with tempfile.TemporaryDirectory() as caches:
+    bar = tqdm(total=total, unit="slice", desc=script, smoothing=0)
+    with bar as progress, tempfile.TemporaryDirectory() as caches:
+        threads = {mode: best_threads(Run(script, mode, seed=1, **about), progress) for mode in tried}
         for seed in range(1, args.pairs + 1):
             turn = [Run(script, m, seed=seed, threads=threads.get(m), cache=Path(caches, m), **about) for m in chosen]
-            results = measure(*turn)
-            results += [measure_external(command, steps, seed, args.slices) for command in externals.values()]
+            results = measure(*turn, progress=progress)
+            for name, command in externals.items():
+                progress.set_postfix_str(name)
+                results.append(measure_external(command, steps, seed, args.slices))
+                progress.update()
             for mode, result in zip(runs, results, strict=True):
                 runs[mode].append(result)
     rows = summarise(runs)
-    report = {"script": script, "env_id": entry.env_id, "steps": steps, "machine": here, "modes": rows}
+    report = {"script": script, "env_id": entry.env_id, "steps": steps, "seconds": seconds}
+    report |= {"machine": here, "modes": rows}
     path = args.out / f"{script}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     bars([report], path.with_suffix(".png"))
@@ -276,15 +308,15 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     print(path, path.with_suffix(".png"), sep="\n")
     if here["gpu"]:
         utilisation(report, args.out / f"{script}_gpu.png")
-    if args.profile:
-        profile(script, steps, [mode for mode in ours if mode in chosen])
+    if args.profile and entry.modes is not RANKS:
+        profile(script, steps, seconds, [mode for mode in ours if mode in chosen])
 
 
-def profile(script: str, steps: int, modes: list[str]):
+def profile(script: str, steps: int, seconds: float | None, modes: list[str]):
     """Prints the microseconds of an env step that each phase of the loop takes, a line a mode."""
     from phases import PHASES, measure_phases  # which imports this file
 
-    rows = [measure_phases(script, mode, steps, CATALOG[script].env_id, seed=1) for mode in modes]
+    rows = [measure_phases(script, mode, steps, CATALOG[script].env_id, 1, seconds) for mode in modes]
     table = pd.DataFrame(rows)[["mode", *PHASES, "microseconds", "simulator"]]
     names = {"microseconds": "together", "simulator": "of it in the simulator"}
     print("\nmicroseconds per env step\n" + table.rename(columns=names).round(1).to_string(index=False))
@@ -297,17 +329,19 @@ def main(args: Args):
     for name, command in externals.items():
         if "{steps}" not in command:
             sys.exit(f"error: --external {name}: say NAME=COMMAND, with {{steps}} where the number of env steps goes.")
+        if not shutil.which(shlex.split(command)[0]):
+            sys.exit(f"error: --external {name}: there is no program {shlex.split(command)[0]!r}.")
     args.out.mkdir(parents=True, exist_ok=True)
     for script in args.scripts:
         compare(script, args, externals)
-    if not args.peers:
-        first = args.scripts[0]
+    first = args.scripts[0]
+    if not args.peers and "compile" in CATALOG[first].modes:
         print(f"""
 What to try next:
   ./run.sh compare {first} --pairs 5   beside other libraries, with narrower intervals
   ./run.sh compare {first} --profile   where the time of a step goes
-  ./run.sh compare dqn --no-peers      another script; ./run.sh help lists all commands
-  diff -u leanrl/{first}.py leanrl/{first}_torchcompile.py""")
+  ./run.sh help   all commands, e.g. to train and to play
+  diff -u leanrl/{first}.py leanrl/{first}_torchcompile.py   what makes it fast""")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,8 @@ class Args:
     slices: int = 20  # parts of a run, of equally many steps; each at least a report
     in_turns: bool = False  # wait for stdin after each slice
     seconds: float | None = None  # end the run once it has been measured for so long; default: after all steps
+    report_interval: int | None = None  # env steps between two reports, off-policy; default: the script's own
+    flags: str = ""  # more flags of the script, in one string
     monitor: str | None = None  # folder for the episodes of a peer
 
 
@@ -85,7 +88,7 @@ def wait_for_turn():
 def slices(args: Args, warmup_reports: int) -> tuple[list[float], Callable[[int], None]]:
     """A list of steps/s, a slice each, and what fills it: a function of the steps done, to be called at each report.
 
-    A slice is a part of the steps or, with --seconds, of that time. Then the last slice ends the run by Enough.
+    A slice is a part of the steps or, with --seconds, of that time. Then the last slice ends the run by raising Enough.
     """
     rates, last, reports = [], [], [0]
 
@@ -131,13 +134,22 @@ def run_script(args: Args) -> dict:
     def report_and_wait(losses, *rest):
         metrics.update(report(losses, *rest))
         if losses:  # learning has begun
-            on_report(metrics["global_step"])
+            try:
+                on_report(metrics["global_step"])
+            except Enough:
+                *_, writer, progress = rest
+                writer.close()
+                progress.close()
+                raise
         return metrics
 
     script.report = report_and_wait
     graphs = know_graphs(script) if hasattr(script, "CudaGraphModule") else []
     flags = [*flags, "--no-save-model", "--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
     flags += ["--learning-starts", LEARNING_STARTS] if hasattr(script.Args, "learning_starts") else []
+    flags += shlex.split(args.flags)
+    if args.report_interval:
+        script.REPORT_INTERVAL = args.report_interval
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         with suppress(Enough):
@@ -320,8 +332,10 @@ def sample_gpu(samples: list[tuple[float, float]], stop: threading.Event, every:
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", "0"]
     while not stop.wait(every):
         if MEASURING.is_set():
-            percent = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
-            samples.append((clock(), percent))
+            percent = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+            if not percent.isdigit():  # some GPUs, and parts of one, do not say
+                return
+            samples.append((clock(), float(percent)))
 
 
 def main(args: Args):

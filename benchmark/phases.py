@@ -56,13 +56,13 @@ def timed(source: str) -> str:
     return source.replace("\n\n\n@dataclass", CLOCK + "\n\n@dataclass", 1)
 
 
-def measure_phases(script: str, mode: str, steps: int, env_id: str, seed: int) -> dict:
+def measure_phases(script: str, mode: str, steps: int, env_id: str, seed: int, seconds: float | None = None) -> dict:
     """Microseconds of an environment step in each phase of a run."""
     file = f"{script}{CATALOG[script].modes[mode][0]}.py"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, file).write_text(timed((ROOT / "leanrl" / file).read_text()))
         os.environ["PHASES_OUT"] = str(Path(folder, "spent"))
-        (result,) = measure(Run(script, mode, steps, env_id, seed, Path(folder)))
+        (result,) = measure(Run(script, mode, steps, env_id, seed, Path(folder), seconds=seconds))
         spent = Counter(eval(Path(folder, "spent").read_text()))  # written by CLOCK above
     microseconds = 1e6 / result["SPS"]
     row = {"mode": mode, "microseconds": microseconds, "simulator": result["env_share"] * microseconds}

@@ -72,6 +72,8 @@ def utilisation(report: dict, path: Path):
 
     curves = {row["mode"]: row["runs"][0].get("gpu_samples") for row in report["modes"]}
     curves = {mode: samples for mode, samples in curves.items() if samples}
+    if not curves:  # the GPU does not say
+        return
     figure, panels = plt.subplots(len(curves), 1, figsize=(8, 1.3 * len(curves) + 0.6), squeeze=False, sharex=True)
     for panel, (mode, samples) in zip(panels[:, 0], curves.items(), strict=True):
         seconds = [second - samples[0][0] for second, _ in samples]
@@ -135,6 +137,67 @@ def curves(path: Path):
     plt.close(figure)
 
 
+def race(path: Path, modes: tuple[str, ...] = ("compile", "eager", "sbx")):
+    """Return against minutes of PPO on HalfCheetah: the twin, the plain file and SBX, one seed each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    labels = {"compile": "LeanRL, compiled", "eager": "LeanRL, plain", "sbx": "SBX", "sb3": "Stable-Baselines3"}
+    colors = {"compile": OURS, "eager": "#c05621"}
+    figure, panel = plt.subplots(figsize=(8, 3.2))
+    for mode in modes:
+        file = RESULTS / "race" / "curves" / f"ppo_continuous_action__HalfCheetah-v4__1000000__{mode}.csv"
+        rows = read_csv(file)
+        minutes = [float(row["seconds"]) / 60 for row in rows]
+        returns = [float(row["episodic_return"]) for row in rows]
+        panel.plot(minutes, returns, color=colors.get(mode, PEER), label=f"{labels[mode]}: {minutes[-1]:.0f} minutes")
+        panel.plot(minutes[-1:], returns[-1:], "o", color=colors.get(mode, PEER))
+    device = read_csv(RESULTS / "race" / "returns.csv")[0]["device"]
+    panel.set_title(f"PPO, HalfCheetah-v4, a million steps ({device}), one seed each", loc="left", fontsize=10)
+    panel.set_xlabel("minutes", fontsize=9)
+    panel.set_ylabel("mean episodic return", fontsize=9)
+    panel.legend(fontsize=9, frameon=False)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def growth(report: dict, path: Path):
+    """A column for each size of a script: steps/s, memory and cold start of the plain file and the compiled twin."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    columns = list(dict.fromkeys(row["what"] for row in report["sizes"]))
+    figure, panels = plt.subplots(3, len(columns), figsize=(2.4 * len(columns), 6), squeeze=False, sharey="row")
+    for x, what in enumerate(columns):
+        rows = [row for row in report["sizes"] if row["what"] == what]
+        values = [row["value"] for row in rows]
+        for mode, color in (("eager", "#c05621"), ("compile", OURS)):
+            speeds = [row[mode]["sps"][0] for row in rows]
+            panels[0, x].plot(values, speeds, "o-", color=color, label=mode, ms=3)
+            panels[1, x].plot(values, [row[mode]["host_mb"] for row in rows], "o-", color=color, ms=3)
+            starts = [max(row[mode]["startup_seconds"], 0) for row in rows]
+            panels[2, x].plot(values, starts, "o-", color=color, ms=3)
+        panels[0, x].set_title(what, fontsize=9)
+        for panel in panels[:, x]:
+            panel.set_xscale("log", base=10 if what == "buffer_size" else 2)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.tick_params(labelsize=7)
+        panels[0, x].set_yscale("log")
+    for y, label in enumerate(("env steps/s", "host memory, MB", "cold start, s")):
+        panels[y, 0].set_ylabel(label, fontsize=8)
+    panels[0, 0].legend(fontsize=7, frameon=False)
+    figure.suptitle(f"{report['script']}, {report['env_id']} ({report['machine']['cpu']})", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def read_csv(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
@@ -154,21 +217,24 @@ def speed_block(folder: str = "cpu") -> str:
     lines = []
     for report in speed_reports(folder):
         where = report["machine"]
+        length = f"{report['seconds']} s" if report.get("seconds") else f"{report['steps']:,} steps"
         lines += [
-            f"`{report['script']}` on {report['env_id']}, {report['steps']:,} steps a run, "
+            f"`{report['script']}` on {report['env_id']}, {length} a run, "
             f"{turns(report['modes'][0])} ({where['gpu'] or where['cpu']}, {where['cores']} cores, "
             f"torch {where['torch']}, {where['date']}, commit {where['commit']}):",
             "",
-            f"| mode | steps/s | 95 % interval | ratio to {report['modes'][0]['mode']} | start-up, cold | host memory "
-            "| in the simulator |",
-            "|---|---|---|---|---|---|---|",
+            f"| mode | steps/s | 95 % interval | ratio to {report['modes'][0]['mode']} | cold start | warm start "
+            "| host memory | in the simulator |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for row in report["modes"]:
             (sps, low, high), ratio = row["sps"], row["ratio"]
+            warm = row.get("warm_seconds")  # older measurements lack it
+            warm = "-" if warm is None else f"{warm:.0f} s"
             lines.append(
                 f"| {row['mode']} | {sps:,.0f} | {low:,.0f} - {high:,.0f} "
                 f"| {ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f}) | {max(row['startup_seconds'], 0):.0f} s "
-                f"| {row['host_mb']:,.0f} MB | {100 * row['env_share']:.0f} % |"
+                f"| {warm} | {row['host_mb']:,.0f} MB | {100 * row['env_share']:.0f} % |"
             )
         lines.append("")
     return "\n".join(lines).rstrip()
@@ -180,10 +246,12 @@ def against(row: dict, other: dict) -> float:
     return median(a / b for own, its in runs for a, b in zip(own["rates"], its["rates"]))
 
 
-def pays_after(compiled: dict, eager: dict) -> int:
-    """The number of env steps after which the compiled script has made up for its start-up."""
+def pays_after(compiled: dict, eager: dict) -> int | None:
+    """The number of env steps after which the compiled script has made up for its start-up, if it ever does."""
+    if compiled.get("startup_seconds") is None or compiled["sps"][0] <= eager["sps"][0]:
+        return None
     waited = max(compiled["startup_seconds"], 0) - max(eager["startup_seconds"], 0)
-    return round(waited / (1 / eager["sps"][0] - 1 / compiled["sps"][0]), -3)
+    return round(max(waited, 0) / (1 / eager["sps"][0] - 1 / compiled["sps"][0]), -3)
 
 
 def best(report: dict) -> tuple[dict, dict, dict | None]:
@@ -277,14 +345,14 @@ def returns_block(only: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def bf16_block() -> str:
-    """Markdown: Breakout's returns without and with --bf16, and their difference with a 95 % bootstrap interval."""
+def bf16_block(script: str = "ppo_atari_envpool", env_id: str = "Breakout-v5", steps: str = "150000") -> str:
+    """Markdown: returns without and with --bf16, and their difference with a 95 % bootstrap interval."""
     import numpy as np
 
-    modes, steps, rng = ("compile", "compile+bf16"), "150000", np.random.default_rng(0)
+    modes, rng = ("compile", "compile+bf16"), np.random.default_rng(0)
     ends, whole = [], []  # a row a mode: the last 100 episodes, and the curve's mean, of each seed
     for mode in modes:
-        key, runs = ("ppo_atari_envpool", "Breakout-v5", steps, mode), read_csv(RESULTS / "returns.csv")
+        key, runs = (script, env_id, steps, mode), read_csv(RESULTS / "returns.csv")
         runs = [run for run in runs if (run["script"], run["env_id"], run["steps"], run["mode"]) == key]
         curve = read_csv(RESULTS / "curves" / f"{'__'.join(key)}.csv")
         of_seeds = [[float(row["episodic_return"]) for row in curve if row["seed"] == run["seed"]] for run in runs]
@@ -294,8 +362,10 @@ def bf16_block() -> str:
     for name, values in (("of the last 100 episodes", ends), ("over the whole run", whole)):
         without, rounded = (rng.choice(v, (10_000, len(v))).mean(1) for v in values)
         low, high = np.percentile(rounded - without, [2.5, 97.5])
-        cells = [f"{np.mean(v):.2f} ± {np.std(v, ddof=1):.2f}" for v in values]
-        cells += [f"{np.mean(values[1]) - np.mean(values[0]):.2f}", f"{low:.2f} to {high:.2f}"]
+        digits = 2 if abs(np.mean(values[0])) < 100 else 0
+        cells = [f"{np.mean(v):.{digits}f} ± {np.std(v, ddof=1):.{digits}f} ({len(v)} seeds)" for v in values]
+        difference = np.mean(values[1]) - np.mean(values[0])
+        cells += [f"{difference:.{digits}f}", f"{low:.{digits}f} to {high:.{digits}f}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -304,7 +374,7 @@ def ablation_block() -> str:
     """Markdown: what each trick is worth, measured by taking it out, and what was tried and turned down."""
     lines = ["| script | change | speed, relative to the script as it is | 95 % interval | measured |"]
     lines.append("|---|---|---|---|---|")
-    for report in speed_reports("ablation"):
+    for report in speed_reports("ablate"):
         for row in report["variants"]:
             if row["variant"] not in ("eager", "compile"):
                 ratio, low, high = row["ratio"]
@@ -319,7 +389,7 @@ def gain_block(tag: str) -> str:
     modes = {"capture": "the modes with CUDA graphs", "overlap": "the modes with CUDA graphs", "groups": "`+groups`"}
     gains = [
         f"{1 / row['ratio'][0]:.2f} x ({report['script']})"
-        for report in speed_reports("ablation")
+        for report in speed_reports("ablate")
         for row in report["variants"]
         if row["variant"].startswith(f"without perf[{tag}]")
     ]
@@ -331,7 +401,9 @@ def gain_block(tag: str) -> str:
             for report in speed_reports("cpu")
             if "compile+bf16" in (rows := {row["mode"]: row["sps"][0] for row in report["modes"]})
         ]
-    return f"**Gain:** {', '.join(gains) or 'not measured apart, since the script does not work without it'}."
+    patches = list((ROOT / "benchmark" / "ablations").glob(f"*/{tag}.patch"))
+    none = "not measured yet" if patches else "not measured apart, since the script does not work without it"
+    return f"**Gain:** {', '.join(gains) or none}."
 
 
 def scaling_block(folder: str = "cpu") -> str:
@@ -408,7 +480,10 @@ def main(check: bool):
         sys.exit(f"error: {', '.join(stale)} do not show benchmark/results; run benchmark/plot.py" if stale else 0)
     bars(speed_reports("cpu"), RESULTS / "speed.png")
     curves(RESULTS / "returns.png")
-    print("updated:", ", ".join(stale) or "nothing", "- drew results/speed.png and results/returns.png")
+    race(RESULTS / "race.png")
+    for report in speed_reports("scale"):
+        growth(report, RESULTS / "scale" / f"{report['script']}.png")
+    print("updated:", ", ".join(stale) or "nothing", "- drew results/speed.png, returns.png and race.png")
 
 
 if __name__ == "__main__":

@@ -2,18 +2,17 @@
 
     python benchmark/returns.py dqn --env-ids CartPole-v1 Acrobot-v1 --seeds 1 2 3 --modes eager compile
 
-Each run appends one row to results/returns.csv (the mean return of its last 100 training episodes) and its curve, in
-100 bins, to results/curves/SCRIPT__ENV__STEPS__MODE.csv. A run that is recorded already is not repeated: an
+Each run appends one row to returns.csv in --out (the mean return of its last 100 training episodes) and its curve, in
+100 bins, to curves/SCRIPT__ENV__STEPS__MODE.csv there. A run that is recorded already is not repeated: an
 interrupted sweep goes on where it stopped. To repeat it, take out its row and its part of the curve.
 """
 
 import csv
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -23,7 +22,7 @@ import tyro
 from catalog import CATALOG, RANKS
 from compare import Run, best_threads, machine
 from measure import ROOT
-from plot import RESULTS, read_csv, returns_block
+from plot import RESULTS, read_csv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 BINS = 100
@@ -36,6 +35,7 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     modes: tuple[str, ...] = ("compile",)  # or peers, as in compare.py
     total_timesteps: int = 1_000_000
+    out: Path = RESULTS  # returns.csv, and a file for each curve in curves/, go there
 
 
 def append_csv(path: Path, rows: list[dict]):
@@ -82,27 +82,28 @@ def run_script(script: str, env_id: str, seed: int, mode: str, total_timesteps: 
 
 def run_peer(script: str, env_id: str, seed: int, mode: str, total_timesteps: int, folder: str) -> tuple:
     """Likewise, with another library. Its Monitor writes a row for each episode: return, length, seconds."""
-    threads = str(best_threads(Run(script, mode, CATALOG[script].steps, env_id, seed)))
+    run = Run(script, mode, CATALOG[script].steps, env_id, seed)
+    environment = replace(run, threads=best_threads(run)).environment()
     command = [sys.executable, "-W", "ignore", ROOT / "benchmark" / "measure.py", script, "--mode", mode]
     command += ["--env-id", env_id, "--seed", seed, "--steps", total_timesteps, "--monitor", folder]
-    subprocess.run([str(part) for part in command], check=True, env=os.environ | {"OMP_NUM_THREADS": threads})
+    subprocess.run([str(part) for part in command], check=True, env=environment)
     value, length, seconds = np.loadtxt(Path(folder, "0.monitor.csv"), delimiter=",", skiprows=2).T
     return length.cumsum().astype(int), seconds, value, value[-100:].mean()
 
 
-def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int):
+def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int, out: Path):
     """Trains and records the outcome."""
     train = run_peer if mode in CATALOG[script].peers else run_script
     with tempfile.TemporaryDirectory() as folder:
         step, seconds, value, episodic_return = train(script, env_id, seed, mode, total_timesteps, folder)
     curve = learning_curve(step, seconds, value, total_timesteps)
     name = f"{script}__{env_id}__{total_timesteps}__{mode}.csv".replace("/", "_").replace(" ", "-")
-    append_csv(RESULTS / "curves" / name, [{"seed": seed} | row for row in curve])
+    append_csv(out / "curves" / name, [{"seed": seed} | row for row in curve])
     here = machine()
     row = {"script": script, "env_id": env_id, "mode": mode, "seed": seed, "steps": total_timesteps}
     row |= {"episodic_return": f"{episodic_return:.2f}", "minutes": f"{float(curve[-1]['seconds']) / 60:.1f}"}
     row |= {"device": here["gpu"] or here["cpu"], "torch": here["torch"], "commit": here["commit"]}
-    append_csv(RESULTS / "returns.csv", [row | {"date": date.today().isoformat()}])
+    append_csv(out / "returns.csv", [row | {"date": date.today().isoformat()}])
 
 
 def main(args: Args):
@@ -112,14 +113,14 @@ def main(args: Args):
             sys.exit(f"error: no mode {mode} of {args.script}; there are: {there}")
     done = {
         (r["script"], r["env_id"], r["mode"], r["seed"], r["steps"]): r["commit"]
-        for r in read_csv(RESULTS / "returns.csv")
+        for r in read_csv(args.out / "returns.csv")
     }
     for mode, env_id, seed in product(args.modes, args.env_ids, args.seeds):
         if commit := done.get((args.script, env_id, mode, str(seed), str(args.total_timesteps))):
             print(f"recorded already: {args.script} {env_id} {mode} seed {seed}, at commit {commit}")
         else:
-            run(args.script, env_id, seed, mode, args.total_timesteps)
-    print(returns_block())
+            run(args.script, env_id, seed, mode, args.total_timesteps, args.out)
+    print((args.out / "returns.csv").read_text())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -18,8 +19,10 @@ import phases
 import plot
 import pytest
 import returns
+import scale
 import torch
 import torch.distributed as dist
+import tyro
 from catalog import CATALOG, TWIN
 from conftest import ALL_SCRIPTS, ROOT, SCRIPTS, load
 from torch.nn.parallel import DistributedDataParallel
@@ -130,19 +133,33 @@ def test_the_first_start_is_cold_and_the_others_are_warm():
     assert row["warm_seconds"] is None
 
 
-def test_a_program_of_the_users_is_timed_without_its_start(tmp_path):
-    """Half a second of start-up, then a millisecond a step."""
-    program = tmp_path / "mine.py"
-    program.write_text("import sys, time\ntime.sleep(0.5 + 0.001 * int(sys.argv[1]) + 0 * int(sys.argv[2]))\n")
-    result = compare.measure_external(f"{sys.executable} {program} {{steps}} {{seed}}", 1000, seed=3, slices=4)
-    assert result["rates"] == [result["SPS"]] * 4
-    assert 800 < result["SPS"] < 1200 and 0.3 < result["startup_seconds"] < 1.2
-    with pytest.raises(SystemExit, match="(?s)failed with 1:.*IndexError"):
-        compare.measure_external(f"{sys.executable} {program} {{steps}}", 10, seed=3, slices=4)
-    with pytest.raises(SystemExit, match="give it more --steps"):
-        compare.measure_external(f"{sys.executable} -c 'import sys, time; time.sleep(1 / {{steps}})'", 4, 1, 4)
-    with pytest.raises(SystemExit, match="--external mine: say NAME=COMMAND"):
-        compare.main(compare.Args(("dqn",), external=("mine=python mine.py",), out=tmp_path))
+def test_a_program_of_the_users_is_timed_without_its_start(monkeypatch, tmp_path):
+    """Five seconds of start-up, then a millisecond a step."""
+    now, commands = [0.0], []
+
+    def run(words, **_):
+        commands.append(words)
+        now[0] += 5 + 0.001 * int(words[1])
+        return SimpleNamespace(returncode=int(words[2] == "9"), stderr="no such seed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compare.subprocess, "run", run)
+        patch.setattr(compare, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        result = compare.measure_external("mine {steps} {seed} 'a b'", 1000, seed=3, slices=4)
+        with pytest.raises(SystemExit, match="(?s)failed with 1:.*no such seed"):
+            compare.measure_external("mine {steps} {seed}", 1000, seed=9, slices=4)
+        with pytest.raises(SystemExit, match="give it more --steps"):
+            compare.measure_external("mine 4 {seed} {steps}", 1000, seed=3, slices=4)
+    assert commands[:2] == [["mine", "500", "3", "a b"], ["mine", "1000", "3", "a b"]]
+    assert result["rates"] == [result["SPS"]] * 4 and result["SPS"] == pytest.approx(1000)
+    for external, message in (
+        ("mine=python mine.py", "say NAME=COMMAND"),
+        ("x=nothing {steps}", "there is no program"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            compare.main(compare.Args(("dqn",), external=(external,), out=tmp_path))
+    with pytest.raises(SystemExit, match="the name of a mode"):
+        compare.main(compare.Args(("dqn",), external=("eager=python {steps}",), out=tmp_path))
 
 
 def test_the_use_of_a_gpu_is_sampled_and_drawn(monkeypatch, tmp_path):
@@ -167,6 +184,34 @@ def test_the_use_of_a_gpu_is_sampled_and_drawn(monkeypatch, tmp_path):
     plot.utilisation({"script": "sac", "modes": rows}, tmp_path / "gpu.png")
     assert plot.busy_seconds([[10.0, 50.0], [12.0, 50.0], [14.0, 100.0]]) == 1 + 1.5
     assert (tmp_path / "gpu.png").stat().st_size > 5000
+
+
+def test_sizes_reach_the_scripts_and_are_drawn(monkeypatch, tmp_path):
+    """Each value of a size is run in both modes, by flags or in the source, and drawn."""
+    seen = []
+
+    def spied(*runs):
+        results = []
+        for run in runs:
+            file = f"{run.script}{CATALOG[run.script].modes[run.mode][0]}.py"
+            seen.append((run.mode, (run.folder / file).read_text(), run.flags, run.threads))
+            results.append({"rates": [100.0] * 5, "startup_seconds": 1.0, "host_mb": 300.0, "device_mb": None})
+        return results
+
+    monkeypatch.setattr(scale, "measure", spied)
+    for script in scale.SIZES:
+        scale.main(scale.Args((script,), what=("width", "threads", "num_envs"), out=tmp_path))
+        report = json.loads((tmp_path / f"{script}.json").read_text())
+        plot.growth(report, tmp_path / "growth.png")
+        assert (tmp_path / "growth.png").stat().st_size > 5000
+        assert {(row["what"], row["value"]) for row in report["sizes"]} >= {("width", 1024), ("num_envs", 64)}
+    wide = [source for _, source, *_ in seen if "nn.Linear(1024, 1024)" in source]
+    assert len(wide) == 4  # both scripts, both modes
+    threads = [(source, threads) for _, source, _, threads in seen if threads]
+    assert len(threads) == 8 and all(
+        f"num_threads({n})" in source or "num_threads" not in source for source, n in threads
+    )
+    assert {flags for *_, flags, _ in seen} >= {("--num-envs", "64", "--num-steps", "32"), ("--num-envs", "4")}
 
 
 def test_five_seeds_have_an_interquartile_mean():
@@ -383,8 +428,8 @@ def test_the_returns_with_bf16_are_beside_those_without(monkeypatch, own_folder)
         path.write_text("\n".join(["seed,episodic_return", *curve]))
     (own_folder / "returns.csv").write_text("\n".join(runs))
     *_, ends, whole = plot.bf16_block().splitlines()
-    assert ends.startswith("| of the last 100 episodes | 2.00 ± 1.00 | 3.00 ± 1.00 | 1.00 | ")
-    assert whole.startswith("| over the whole run | -2.00 ± 1.00 | -3.00 ± 1.00 | -1.00 | ")
+    assert ends.startswith("| of the last 100 episodes | 2.00 ± 1.00 (3 seeds) | 3.00 ± 1.00 (3 seeds) | 1.00 | ")
+    assert whole.startswith("| over the whole run | -2.00 ± 1.00 (3 seeds) | -3.00 ± 1.00 (3 seeds) | -1.00 | ")
     low, high = map(float, ends.split("|")[-2].split(" to "))  # the mean of three has a deviation of 0.47 if drawn anew
     assert low == pytest.approx(1 - 1.96 * 0.47 * 2**0.5, abs=0.15) and high == pytest.approx(2 - low)
 
@@ -402,10 +447,11 @@ def test_runs_of_other_lengths_have_curves_of_their_own(monkeypatch, own_folder)
 
     monkeypatch.setattr(returns.subprocess, "run", train)
     monkeypatch.setattr(returns, "machine", lambda: dict.fromkeys(("gpu", "cpu", "torch", "commit"), "x"))
-    monkeypatch.setattr(returns, "RESULTS", own_folder)
     monkeypatch.setattr(plot, "RESULTS", own_folder)
     for total_timesteps in (2000, 4000, 2000):
-        returns.main(returns.Args("ppo_atari_envpool", ("Pong-v5",), (1,), total_timesteps=total_timesteps))
+        returns.main(
+            returns.Args("ppo_atari_envpool", ("Pong-v5",), (1,), total_timesteps=total_timesteps, out=own_folder)
+        )
     for total_timesteps in (2000, 4000):
         curve = plot.read_csv(own_folder / f"curves/ppo_atari_envpool__Pong-v5__{total_timesteps}__compile.csv")
         assert [int(row["step"]) for row in curve] == [total_timesteps // 100, total_timesteps // 2, total_timesteps]
@@ -420,6 +466,48 @@ def test_compiling_pays_when_the_start_up_is_made_up_for():
     compiled = {"sps": [200.0] * 3, "startup_seconds": 50.0, "runs": [{"rates": [200.0, 100.0]}]}
     assert plot.pays_after(compiled, eager) == 10_000  # 100 s, or 50 s after a start of 50 s
     assert plot.against(compiled, eager) == 2
+    assert plot.pays_after(eager, compiled) is None  # what is slower never pays
+    assert plot.pays_after({"sps": [200.0] * 3, "startup_seconds": None}, eager) is None  # a program of the user's
+
+
+def test_the_race_is_drawn_from_its_own_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(plot, "RESULTS", tmp_path)
+    (tmp_path / "race" / "curves").mkdir(parents=True)
+    (tmp_path / "race" / "returns.csv").write_text("mode,device\ncompile,a processor\n")
+    for mode in ("compile", "eager", "sbx"):
+        path = tmp_path / "race" / "curves" / f"ppo_continuous_action__HalfCheetah-v4__1000000__{mode}.csv"
+        path.write_text("seed,step,seconds,episodes,episodic_return\n1,10000,60.0,9,5.0\n1,20000,120.0,9,7.0\n")
+    plot.race(tmp_path / "race.png")
+    assert (tmp_path / "race.png").stat().st_size > 5000
+
+
+def test_the_curve_of_a_peer_is_that_of_its_monitor(monkeypatch, tmp_path):
+    """As many threads as the trial found best, and the episodes that its Monitor has written."""
+    (tmp_path / "0.monitor.csv").write_text("#{}\nr,l,t\n1.5,100,2.0\n2.5,50,3.0\n")
+    seen = []
+    monkeypatch.setattr(returns, "best_threads", lambda run: 1)
+    monkeypatch.setattr(returns.subprocess, "run", lambda command, env, check: seen.append((command, env)))
+    step, seconds, value, last = returns.run_peer("dqn", "CartPole-v1", 3, "sbx", 5000, str(tmp_path))
+    assert (step.tolist(), seconds.tolist(), value.tolist(), last) == ([100, 150], [2, 3], [1.5, 2.5], 2)
+    ((command, env),) = seen
+    assert env["OMP_NUM_THREADS"] == "1" and env["XLA_FLAGS"].endswith("eigen=false")
+    args = tyro.cli(measure.Args, args=command[4:])
+    assert (args.mode, args.steps, args.seed, args.monitor) == ("sbx", 5000, 3, str(tmp_path))
+
+
+def test_what_a_run_asks_for_reaches_the_process():
+    run = compare.Run("sac_continuous_action", "compile", 5000, "Pendulum-v1", 2, slices=5, seconds=3.0)
+    run.flags = ("--num-envs", "64", "--batch-size", "32")
+    args = tyro.cli(measure.Args, args=run.command()[4:])
+    assert (args.script, args.mode, args.steps, args.env_id, args.seed) == (
+        run.script,
+        "compile",
+        5000,
+        "Pendulum-v1",
+        2,
+    )
+    assert (args.slices, args.seconds, args.in_turns) == (5, 3.0, True)
+    assert tuple(shlex.split(args.flags)) == run.flags
 
 
 def test_a_block_is_replaced_and_nothing_else(monkeypatch, own_folder):
@@ -431,6 +519,8 @@ def test_a_block_is_replaced_and_nothing_else(monkeypatch, own_folder):
     monkeypatch.setattr(plot, "BLOCKS", {"one": lambda: "| 1 |\n| 1 |", "two": lambda: "| 2 |"})
     monkeypatch.setattr(plot, "bars", lambda *args: None)
     monkeypatch.setattr(plot, "curves", lambda *args: None)
+    monkeypatch.setattr(plot, "race", lambda *args: None)
+    monkeypatch.setattr(plot, "growth", lambda *args: None)
     with pytest.raises(SystemExit, match="x.md"):
         plot.main(check=True)
     for _ in range(2):

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import os
 import re
 import shlex
 import shutil
@@ -153,3 +154,14 @@ def test_the_project_speaks_of_itself_alone():
     search = ["git", "grep", "-nIE", "/(root|work|home)/[[:alnum:]]", "--", ":!tests"]
     found = subprocess.run(search, cwd=ROOT, capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (1, ""), found.stdout or found.stderr  # 1: nothing found
+
+
+def test_the_site_builds_strictly(tmp_path):
+    """No dead link, no page that is left out of the navigation."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "site" / "mkdocs.yml", "-d", tmp_path]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr
+    assert "not included in the" not in process.stderr
+    for page in ("index.html", "docs/ppo/index.html", "leanrl/dqn.py", "benchmark/results/race.png"):
+        assert (tmp_path / page).stat().st_size > 5000, page

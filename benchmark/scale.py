@@ -1,0 +1,95 @@
+"""Measures how speed, memory and start-up grow with the sizes that a user chooses, one at a time.
+
+    python benchmark/scale.py sac_continuous_action --what batch_size
+
+The plain file and the compiled twin take turns, as in compare.py. They are copies in which the size is another. The
+compiler's cache is empty at each size. Writes OUT/SCRIPT.json, which plot.py draws.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from catalog import CATALOG
+from compare import Run, interval, machine, measure
+from measure import ROOT
+
+MODES = ("eager", "compile")
+WIDTHS = (64, 256, 1024)
+SIZES = {  # script -> size -> its values, in ascending order
+    "ppo_continuous_action": {"num_envs": (1, 4, 16, 64), "width": WIDTHS, "threads": (1, 2)},
+    "sac_continuous_action": {
+        "num_envs": (1, 4, 16, 64),
+        "batch_size": (64, 256, 1024, 4096),
+        "width": WIDTHS,
+        "threads": (1, 2),
+    },
+}
+LAYER = {"ppo_continuous_action": 64, "sac_continuous_action": 256}  # the width of a hidden layer as it is
+THREADS = "torch.set_num_threads(1)"
+
+
+@dataclass
+class Args:
+    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(SIZES)
+    what: tuple[str, ...] = ()  # only these sizes; default: all of the script
+    seconds: float = 5  # how long each mode is measured
+    out: Path = Path("runs/scale")  # where the JSON goes
+
+
+def with_size(script: str, source: str, what: str, value: int) -> tuple[str, list]:
+    """The source of a script and its flags, for one value of one size."""
+    if what == "width":  # every hidden layer
+        of_width, to_width = f", {LAYER[script]})", f"({LAYER[script]}, "
+        assert of_width in source and to_width in source
+        return source.replace(of_width, f", {value})").replace(to_width, f"({value}, "), []
+    if what == "threads":  # where a script does not say, Run.threads does
+        return source.replace(THREADS, f"torch.set_num_threads({value})"), []
+    flags = [f"--{what.replace('_', '-')}", value]
+    if what == "num_envs" and "ppo" in script:
+        flags += ["--num-steps", 2048 // value]  # a rollout of as many env steps
+    return source, flags
+
+
+def measure_size(script: str, what: str, value: int, seconds: float) -> dict:
+    """The speed of both modes at one value of one size, with their memory and start-up."""
+    entry = CATALOG[script]
+    with tempfile.TemporaryDirectory() as root:
+        runs = []
+        for mode in MODES:
+            file = f"{script}{entry.modes[mode][0]}.py"
+            source, flags = with_size(script, (ROOT / "leanrl" / file).read_text(), what, value)
+            folder = Path(root, mode)
+            folder.mkdir()
+            (folder / file).write_text(source)
+            runs.append(Run(script, mode, 1_000_000, entry.env_id, 1, folder, slices=5, seconds=seconds))
+            runs[-1].flags = tuple(map(str, flags))
+            runs[-1].threads = value if what == "threads" else None
+            runs[-1].report_interval = None if "ppo" in script else 128
+        results = measure(*runs)
+    row = {"what": what, "value": value}
+    for mode, result in zip(MODES, results, strict=True):
+        kept = {name: result[name] for name in ("startup_seconds", "host_mb", "device_mb")}
+        row[mode] = kept | {"sps": interval([result["rates"]])}
+    return row
+
+
+def main(args: Args):
+    if unknown := set(args.what) - {what for script in args.scripts for what in SIZES[script]}:
+        sys.exit(f"error: no size {', '.join(unknown)} of {', '.join(args.scripts)}.")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for script in args.scripts:
+        rows = []
+        for what, values in SIZES[script].items():
+            for value in values if not args.what or what in args.what else ():
+                rows.append(measure_size(script, what, value, args.seconds))
+                print({key: rows[-1][key] for key in ("what", "value")}, *rows[-1].values(), flush=True)
+                report = {"script": script, "env_id": CATALOG[script].env_id, "machine": machine(), "sizes": rows}
+                (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")  # of all so far
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
