@@ -47,7 +47,7 @@ def patched(script: str, mode: str, patch: Path | None, folder: Path) -> Path:
     folder.mkdir()
     (folder / file).write_text((ROOT / "leanrl" / file).read_text())
     if patch:
-        command = ["git", "apply", "--unsafe-paths", "--recount", patch]
+        command = ["git", "apply", "--recount", patch]
         applied = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if applied.returncode:
             sys.exit(f"error: {patch.relative_to(ROOT)} does not apply to {file}:\n{applied.stderr}")
@@ -55,7 +55,7 @@ def patched(script: str, mode: str, patch: Path | None, folder: Path) -> Path:
 
 
 def ablate(script: str, args: Args):
-    row = CATALOG[script]
+    entry = CATALOG[script]
     runs = {title: [] for title in variants(script)}  # [(its result, that of the script as it is)]
     with tempfile.TemporaryDirectory() as root:
 
@@ -64,7 +64,7 @@ def ablate(script: str, args: Args):
             folder = Path(root, f"{mode}-{patch.stem if patch else 'as it is'}")
             if not folder.exists():
                 patched(script, mode, patch, folder)
-            return Run(script, mode, args.steps or row.steps, row.env_id, turn + 1, folder, cache=folder / "cache")
+            return Run(script, mode, args.steps or entry.steps, entry.env_id, turn + 1, folder, cache=folder / "cache")
 
         for turn in range(args.pairs):
             for title, (mode, patch) in variants(script).items():
@@ -75,8 +75,8 @@ def ablate(script: str, args: Args):
             for title, (mode, _) in variants(script).items():
                 own, base = zip(*runs[title], strict=True)
                 rows.append({"variant": title, "mode": mode, "ratio": interval(ratios(own, base))})
-                rows[-1] |= {"steps": args.steps or row.steps, "runs": own, "as_it_is": base}
-            report = {"script": script, "env_id": row.env_id, "machine": machine(), "variants": rows}
+                rows[-1] |= {"steps": args.steps or entry.steps, "runs": own, "as_it_is": base}
+            report = {"script": script, "env_id": entry.env_id, "machine": machine(), "variants": rows}
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")  # of all turns so far
     for row in rows:

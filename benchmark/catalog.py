@@ -7,7 +7,7 @@ script has no twin; its modes are numbers of ranks.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from peers import dqn, ppo, ppo_unnormalised, sac, td3
+import peers
 
 TWIN = "_torchcompile"
 MODES = {
@@ -47,12 +47,12 @@ class Script:
     losses: str  # what it logs under losses/
     tiny: dict  # flags of a test that takes seconds and goes past the first updates
     saving: dict = field(default_factory=dict)  # more of them, for a run with two checkpoints and some more
-    gate: tuple[dict, float, float] | None = None  # flags of a small problem, what an untrained policy gets at most in
-    # the first 3 episodes, and what the trained one must get at least in the last 10
+    # flags of a small problem, most that the first 3 episodes may pay, least that the last 10 must
+    gate: tuple[dict, float, float] | None = None
     adam: tuple[dict, list, float] | None = None  # flags; the rate that each of its optimizers then has; Adam's eps
     graphs: int = 0  # how many functions --compile compiles
     modes: dict[str, tuple[str, list]] = field(default_factory=lambda: MODES)
-    peers: dict[str, Callable] = field(default_factory=dict)  # what is measured beside it; see peers.py
+    peers: dict[str, tuple[str, Callable]] = field(default_factory=dict)  # what is measured beside it; see peers.py
 
 
 SWING_UP = {"env_id": "Pendulum-v1", "total_timesteps": 4_500, "learning_starts": 1000, "batch_size": 64}
@@ -79,7 +79,7 @@ CATALOG = {
         ),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=1,
-        peers=ppo | ppo_unnormalised,
+        peers=peers.PPO | peers.PPO_UNNORMALISED,
     ),
     "td3_continuous_action": Script(
         env_id="HalfCheetah-v4",
@@ -94,7 +94,7 @@ CATALOG = {
         adam=({"learning_rate": 3e-3}, [3e-3, 3e-3], 1e-8),
         graphs=3,
         modes=MODES | BF16,
-        peers=td3,
+        peers=peers.TD3,
     ),
     "sac_continuous_action": Script(
         env_id="HalfCheetah-v4",
@@ -109,7 +109,7 @@ CATALOG = {
         adam=({"policy_lr": 1e-3, "q_lr": 2e-3}, [2e-3, 1e-3, 2e-3], 1e-8),
         graphs=3,
         modes=MODES | BF16,
-        peers=sac,
+        peers=peers.SAC,
     ),
     "dqn": Script(
         env_id="CartPole-v1",
@@ -123,7 +123,7 @@ CATALOG = {
         gate=({"total_timesteps": 40_000, "learning_rate": 1e-3, "learning_starts": 1000}, 60, 150),
         adam=({"learning_rate": 3e-3}, [3e-3], 1e-8),
         graphs=1,
-        peers=dqn,
+        peers=peers.DQN,
     ),
     "ppo_atari_envpool": Script(
         env_id="Breakout-v5",

@@ -13,17 +13,35 @@ from functools import partial
 PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
 LEARNING_STARTS = 1_000  # env steps of random actions, off-policy: short, since what counts comes after
 
-PPO = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4, "gamma": 0.99, "gae_lambda": 0.95}
-PPO |= {"clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5}
-PPO |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
-OFF_POLICY = {"gamma": 0.99, "gradient_steps": 1, "learning_starts": LEARNING_STARTS}
-CONTINUOUS = OFF_POLICY | {"learning_rate": 3e-4, "buffer_size": 1_000_000, "batch_size": 256, "tau": 0.005}
-CONTINUOUS |= {"train_freq": 1, "policy_kwargs": {"net_arch": [256, 256]}}
-TD3 = CONTINUOUS | {"policy_delay": 2}
-SAC = CONTINUOUS | {"ent_coef": "auto"}
-DQN = OFF_POLICY | {"learning_rate": 2.5e-4, "buffer_size": 10_000, "batch_size": 128, "tau": 1.0, "train_freq": 10}
-DQN |= {"target_update_interval": 500, "exploration_initial_eps": 1.0, "exploration_final_eps": 0.05}
-DQN |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
+PPO_SETTINGS = {
+    "n_steps": 2048,
+    "batch_size": 64,
+    "n_epochs": 10,
+    "learning_rate": 3e-4,
+    "gamma": 0.99,
+    "gae_lambda": 0.95,
+}
+PPO_SETTINGS |= {"clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5}
+PPO_SETTINGS |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
+OFF_POLICY_SETTINGS = {"gamma": 0.99, "gradient_steps": 1, "learning_starts": LEARNING_STARTS}
+CONTINUOUS_SETTINGS = OFF_POLICY_SETTINGS | {
+    "learning_rate": 3e-4,
+    "buffer_size": 1_000_000,
+    "batch_size": 256,
+    "tau": 0.005,
+}
+CONTINUOUS_SETTINGS |= {"train_freq": 1, "policy_kwargs": {"net_arch": [256, 256]}}
+TD3_SETTINGS = CONTINUOUS_SETTINGS | {"policy_delay": 2}
+SAC_SETTINGS = CONTINUOUS_SETTINGS | {"ent_coef": "auto"}
+DQN_SETTINGS = OFF_POLICY_SETTINGS | {
+    "learning_rate": 2.5e-4,
+    "buffer_size": 10_000,
+    "batch_size": 128,
+    "tau": 1.0,
+    "train_freq": 10,
+}
+DQN_SETTINGS |= {"target_update_interval": 500, "exploration_initial_eps": 1.0, "exploration_final_eps": 0.05}
+DQN_SETTINGS |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
 
 
 def train(
@@ -72,7 +90,7 @@ def train(
     return float(np.mean([episode["r"] for episode in model.ep_info_buffer or [{"r": math.nan}]]))
 
 
-def peers(suffix: str, algorithm: str, settings: dict, **kwargs) -> dict[str, tuple[str, Callable]]:
+def both(suffix: str, algorithm: str, settings: dict, **kwargs) -> dict[str, tuple[str, Callable]]:
     """Both libraries' peers by name."""
     return {
         library + suffix: (package, partial(train, library, algorithm, settings, **kwargs))
@@ -80,8 +98,8 @@ def peers(suffix: str, algorithm: str, settings: dict, **kwargs) -> dict[str, tu
     }
 
 
-ppo = peers("", "PPO", PPO, normalize=True)
-ppo_unnormalised = peers(" unnormalised", "PPO", PPO)
-td3 = peers("", "TD3", TD3)
-sac = peers("", "SAC", SAC)
-dqn = peers("", "DQN", DQN)
+PPO = both("", "PPO", PPO_SETTINGS, normalize=True)
+PPO_UNNORMALISED = both(" unnormalised", "PPO", PPO_SETTINGS)
+TD3 = both("", "TD3", TD3_SETTINGS)
+SAC = both("", "SAC", SAC_SETTINGS)
+DQN = both("", "DQN", DQN_SETTINGS)
