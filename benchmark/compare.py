@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
@@ -128,9 +128,8 @@ def measure(*runs: Run, progress: tqdm | None = None) -> list[dict]:
     """
     processes, results, order = {}, {}, list(enumerate(runs))
     left = [run.slices for run in runs]  # of the progress bar; a run may report less often
-    if progress is None:
-        progress = tqdm(total=sum(left), unit="slice", desc=runs[0].script, smoothing=0)
-    with tempfile.TemporaryDirectory() as empty:
+    own = nullcontext(progress) if progress is not None else tqdm(total=sum(left), unit="slice", desc=runs[0].script)
+    with own as progress, tempfile.TemporaryDirectory() as empty:
         try:
             while len(results) < len(runs):
                 for i, run in order:
@@ -216,7 +215,7 @@ def summarise(runs: dict[str, list[dict]]) -> list[dict]:
         row["efficiency"] = interval(ratios(results, alone))[0] / int(ranks[0]) if alone else None
         # the first run finds the compiler's cache empty
         cold, *warm = [r.get("startup_seconds") for r in results]
-        row["startup_seconds"] = cold
+        row["startup_seconds"] = None if cold is None else max(cold, 0.0)
         row["warm_seconds"] = max(float(np.median(warm)), 0) if warm and None not in warm else None
         for key in (
             "threads",
