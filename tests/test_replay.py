@@ -427,3 +427,22 @@ def test_epsilon_follows_the_step_in_every_mode(monkeypatch, mode):
             assert set(actions.tolist()) == {1, 2, 3} and np.bincount(actions)[1:].min() > len(actions) / 4.5
         else:
             assert np.bincount(actions).max() > len(actions) / 2.2  # the network's choice, next to constant
+
+
+@pytest.mark.parametrize("name", ["dqn", "dqn_torchcompile"])
+def test_each_env_explores_for_itself(monkeypatch, name):
+    """The first of two envs always explores, the second never: its actions alone are the network's."""
+    script, seen = load(name), []
+    step_envs = script.step_envs
+
+    def spied(envs, global_step, action, obs, *rest):
+        seen.append((obs.copy(), action.copy()))
+        return step_envs(envs, global_step, action, obs, *rest)
+
+    monkeypatch.setattr(script, "step_envs", spied)
+    monkeypatch.setattr(script, "linear_schedule", lambda *args: np.array([[1.0, 0.0]]).repeat(500, 0))
+    run = train(monkeypatch, name, **tiny(name) | {"num_envs": 2, "total_timesteps": 300, "learning_starts": 10**6})
+    obs, action = (torch.as_tensor(np.stack(arrays)) for arrays in zip(*seen, strict=True))
+    q = torch.func.functional_call(script.QNetwork(4, 2), run.parameters, obs)
+    same = q.argmax(-1) == action
+    assert same[:, 1].all() and 0.2 < same[:, 0].float().mean() < 0.8
