@@ -61,7 +61,7 @@ def ablate(script: str, args: Args):
 
         def run(mode: str, patch: Path | None, turn: int) -> Run:
             """The script with the patch; the first run of each variant finds its compiler cache empty."""
-            folder = Path(root, f"{mode}-{patch.stem if patch else 'as it is'}")
+            folder = Path(root, f"{mode}-{patch.stem if patch else 'as-it-is'}")
             if not folder.exists():
                 patched(script, mode, patch, folder)
             return Run(script, mode, args.steps or entry.steps, entry.env_id, turn + 1, folder, cache=folder / "cache")

@@ -1,4 +1,4 @@
-"""The libraries that compare.py measures beside our scripts: Stable-Baselines3 (PyTorch) and SBX (JAX).
+"""The libraries that compare.py measures beside our scripts: Stable-Baselines3 and its contrib (PyTorch), SBX (JAX).
 
 Each runs with our defaults. A peer is (the package that it needs, what trains it). The latter is a function of an env
 id, a seed, a number of env steps and a callback that gets the steps done so far, first when learning begins. It returns
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx"}
+PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx", "sb3-contrib": "sb3_contrib"}
 LEARNING_STARTS = 1_000  # env steps of random actions, off-policy: short, since what counts comes after
 
 PPO_SETTINGS = {
@@ -23,6 +23,15 @@ PPO_SETTINGS = {
 }
 PPO_SETTINGS |= {"clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5}
 PPO_SETTINGS |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
+RECURRENT_PPO_SETTINGS = PPO_SETTINGS | {
+    "n_steps": 128,
+    "batch_size": 32 * 128 // 4,
+    "n_epochs": 4,
+    "learning_rate": 1e-3,
+    "ent_coef": 0.01,
+    "policy_kwargs": {"lstm_hidden_size": 128, "shared_lstm": True, "enable_critic_lstm": False},
+}
+RECURRENT_PPO_SETTINGS["policy_kwargs"] |= {"net_arch": {"pi": [128], "vf": [128]}}
 OFF_POLICY_SETTINGS = {"gamma": 0.99, "gradient_steps": 1, "learning_starts": LEARNING_STARTS}
 CONTINUOUS_SETTINGS = OFF_POLICY_SETTINGS | {
     "learning_rate": 3e-4,
@@ -54,6 +63,8 @@ def train(
     on_report: Callable[[int], None],
     monitor: str | None = None,
     normalize: bool = False,
+    policy: str = "MlpPolicy",
+    num_envs: int = 1,
 ) -> float:
     """Trains; reports once per rollout of PPO, and every 500 steps of learning off-policy.
 
@@ -65,7 +76,7 @@ def train(
     from stable_baselines3.common.noise import NormalActionNoise
     from stable_baselines3.common.vec_env import VecNormalize
 
-    envs = make_vec_env(env_id, n_envs=1, seed=seed, monitor_dir=monitor)
+    envs = make_vec_env(env_id, n_envs=num_envs, seed=seed, monitor_dir=monitor)
     if normalize:
         envs = VecNormalize(envs, gamma=settings["gamma"])
     if algorithm == "TD3":
@@ -74,7 +85,7 @@ def train(
     if (library, algorithm) == ("sbx", "SAC"):  # Stable-Baselines3 has one rate for all
         settings = settings | {"qf_learning_rate": 1e-3}
     learning_starts = settings.get("learning_starts", 0)
-    interval = settings.get("n_steps", 500)
+    interval = settings.get("n_steps", 500) * num_envs
 
     class Clock(BaseCallback):
         def _on_step(self):
@@ -83,7 +94,7 @@ def train(
                 on_report(self.num_timesteps)
             return True
 
-    model = getattr(importlib.import_module(PACKAGES[library]), algorithm)("MlpPolicy", envs, seed=seed, **settings)
+    model = getattr(importlib.import_module(PACKAGES[library]), algorithm)(policy, envs, seed=seed, **settings)
     if not learning_starts:
         on_report(0)
     model.learn(steps, callback=Clock())
@@ -95,6 +106,7 @@ def both(suffix: str, algorithm: str, settings: dict, **kwargs) -> dict[str, tup
     return {
         library + suffix: (package, partial(train, library, algorithm, settings, **kwargs))
         for library, package in PACKAGES.items()
+        if library in ("sb3", "sbx")
     }
 
 
@@ -103,3 +115,9 @@ PPO_UNNORMALISED = both(" unnormalised", "PPO", PPO_SETTINGS)
 TD3 = both("", "TD3", TD3_SETTINGS)
 SAC = both("", "SAC", SAC_SETTINGS)
 DQN = both("", "DQN", DQN_SETTINGS)
+RECURRENT_PPO = {
+    "sb3-contrib": (
+        "sb3_contrib",
+        partial(train, "sb3-contrib", "RecurrentPPO", RECURRENT_PPO_SETTINGS, policy="MlpLstmPolicy", num_envs=32),
+    )
+}

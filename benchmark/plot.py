@@ -293,8 +293,8 @@ def claim_block(script: str = "ppo_continuous_action", folder: str = "cpu") -> s
 
 
 def mean_std(mean: float, std: float | None) -> str:
-    """With a decimal below 100."""
-    decimals = int(abs(mean) < 100)
+    """With a decimal below 100, and three below 2."""
+    decimals = 3 if abs(mean) < 2 else 1 if abs(mean) < 100 else 0
     return f"{mean:,.{decimals}f}" + ("" if std is None else f" ± {std:,.{decimals}f}")
 
 
@@ -354,7 +354,7 @@ def bf16_block(script: str = "ppo_atari_envpool", env_id: str = "Breakout-v5", s
     for mode in modes:
         key, runs = (script, env_id, steps, mode), read_csv(RESULTS / "returns.csv")
         runs = [run for run in runs if (run["script"], run["env_id"], run["steps"], run["mode"]) == key]
-        curve = read_csv(RESULTS / "curves" / f"{'__'.join(key)}.csv")
+        curve = read_csv(RESULTS / "curves" / f"{'__'.join(key)}.csv".replace(":", "_"))
         of_seeds = [[float(row["episodic_return"]) for row in curve if row["seed"] == run["seed"]] for run in runs]
         ends.append([float(run["episodic_return"]) for run in runs])
         whole.append([np.mean(of_seed) for of_seed in of_seeds])
@@ -447,6 +447,25 @@ def steps_block() -> str:
     return "\n".join([*lines, "", f"({report['machine']['cpu']}, one thread, torch {report['machine']['torch']})"])
 
 
+def scans_block() -> str:
+    """Markdown: how long recurrent networks take for a sequence, by its length."""
+    report = json.loads((RESULTS / "scans.json").read_text())
+    lengths = sorted({row["steps"] for row in report["rows"]})
+    found = {(row["network"], row["mode"], row["steps"]): row for row in report["rows"]}
+    lines = ["| network | mode | " + " | ".join(f"T = {T}, ms" for T in lengths) + " | first call, s |"]
+    lines.append("|---|---|" + "---|" * (len(lengths) + 1))
+    for network, mode in dict.fromkeys((row["network"], row["mode"]) for row in report["rows"]):
+        rows = [found.get((network, mode, T)) for T in lengths]
+        cells = [f"{row['ms']:,.1f}" if row else "-" for row in rows]
+        first = max(row["first_call_s"] for row in rows if row)
+        lines.append(f"| {network} | {mode} | {' | '.join(cells)} | {first:,.0f} |")
+    sizes = f"{report['sizes']['num_envs']} envs, width {report['sizes']['width']}"
+    where = f"{report['machine']['cpu']}, one thread, torch {report['machine']['torch']}"
+    return "\n".join(
+        [*lines, "", f"({sizes}, an episode starts in {report['sizes']['resets']:.0%} of the steps; {where})"]
+    )
+
+
 BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "claim": claim_block, "returns": returns_block}
 BLOCKS |= {
     "speed cpu-amx": lambda: speed_block("cpu-amx"),
@@ -456,6 +475,7 @@ BLOCKS |= {
     "bf16": bf16_block,
     "saving": saving_block,
     "steps": steps_block,
+    "scans": scans_block,
 }
 for tag in re.findall(r"<!-- gain (\w+) -->", (ROOT / "docs" / "performance.md").read_text()):
     BLOCKS[f"gain {tag}"] = lambda tag=tag: gain_block(tag)

@@ -9,6 +9,7 @@ interrupted sweep goes on where it stopped. To repeat it, take out its row and i
 
 import csv
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
+from ablate import patched
 from catalog import CATALOG, RANKS
 from compare import Run, best_threads, machine
 from measure import ROOT
@@ -35,6 +37,7 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     modes: tuple[str, ...] = ("compile",)  # or peers, as in compare.py
     total_timesteps: int = 1_000_000
+    patch: Path | None = None  # of ablations/SCRIPT/, applied to a copy; its name is recorded in place of the mode
     out: Path = RESULTS  # returns.csv, and a file for each curve in curves/, go there
 
 
@@ -56,17 +59,22 @@ def learning_curve(step: np.ndarray, seconds: np.ndarray, value: np.ndarray, tot
             "step": (b + 1) * total_timesteps // BINS,
             "seconds": f"{seconds[bins == b].max():.1f}",
             "episodes": (bins == b).sum(),
-            "episodic_return": f"{value[bins == b].mean():.2f}",
+            "episodic_return": f"{value[bins == b].mean():.6g}",
         }
         for b in np.unique(bins)
     ]
 
 
-def run_script(script: str, env_id: str, seed: int, mode: str, total_timesteps: int, folder: str) -> tuple:
+def run_script(
+    script: str, env_id: str, seed: int, mode: str, total_timesteps: int, folder: str, patch: Path | None
+) -> tuple:
     """Trains in a fresh process: step, seconds and return of each episode, and the mean return of the last 100."""
     suffix, flags = CATALOG[script].modes[mode]
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mode[0]}"] if mode in RANKS else []
-    command = [sys.executable, "-W", "ignore", *launch, ROOT / "leanrl" / f"{script}{suffix}.py", *flags]
+    path = ROOT / "leanrl" / f"{script}{suffix}.py"
+    if patch:
+        path = patched(script, mode, patch.resolve(), Path(folder, "patched"))
+    command = [sys.executable, "-W", "ignore", *launch, path, *flags]
     command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
     if mode in RANKS:
         command += ["--local-num-envs", 8 // int(mode[0])]  # together as many as one process has: the same updates
@@ -80,30 +88,38 @@ def run_script(script: str, env_id: str, seed: int, mode: str, total_timesteps: 
     return step.astype(int), seconds, value, summary["metrics"]["episodic_return"]
 
 
-def run_peer(script: str, env_id: str, seed: int, mode: str, total_timesteps: int, folder: str) -> tuple:
-    """Likewise, with another library. Its Monitor writes a row for each episode: return, length, seconds."""
+def run_peer(script: str, env_id: str, seed: int, mode: str, total_timesteps: int, folder: str, _) -> tuple:
+    """Likewise, with another library. For each env, its Monitor writes a row an episode: return, length, seconds."""
     run = Run(script, mode, CATALOG[script].steps, env_id, seed)
     environment = replace(run, threads=best_threads(run)).environment()
     command = [sys.executable, "-W", "ignore", ROOT / "benchmark" / "measure.py", script, "--mode", mode]
     command += ["--env-id", env_id, "--seed", seed, "--steps", total_timesteps, "--monitor", folder]
     subprocess.run([str(part) for part in command], check=True, env=environment)
-    value, length, seconds = np.loadtxt(Path(folder, "0.monitor.csv"), delimiter=",", skiprows=2).T
-    return length.cumsum().astype(int), seconds, value, value[-100:].mean()
+    paths = list(Path(folder).glob("*.monitor.csv"))
+    episodes = []  # step, seconds, value; all envs step together
+    for path in paths:
+        value, length, seconds = np.loadtxt(path, delimiter=",", skiprows=2).T
+        episodes.append([length.cumsum() * len(paths), seconds, value])
+    step, seconds, value = np.concatenate(episodes, 1)
+    order = step.argsort(kind="stable")
+    return step[order].astype(int), seconds[order], value[order], value[order][-100:].mean()
 
 
-def run(script: str, env_id: str, seed: int, mode: str, total_timesteps: int, out: Path):
+def run(script: str, env_id: str, seed: int, mode: str, args: Args):
     """Trains and records the outcome."""
+    total_timesteps = args.total_timesteps
     train = run_peer if mode in CATALOG[script].peers else run_script
     with tempfile.TemporaryDirectory() as folder:
-        step, seconds, value, episodic_return = train(script, env_id, seed, mode, total_timesteps, folder)
+        step, seconds, value, episodic_return = train(script, env_id, seed, mode, total_timesteps, folder, args.patch)
+    mode = args.patch.stem if args.patch else mode
     curve = learning_curve(step, seconds, value, total_timesteps)
-    name = f"{script}__{env_id}__{total_timesteps}__{mode}.csv".replace("/", "_").replace(" ", "-")
-    append_csv(out / "curves" / name, [{"seed": seed} | row for row in curve])
+    name = re.sub("[/:]", "_", f"{script}__{env_id}__{total_timesteps}__{mode}.csv").replace(" ", "-")
+    append_csv(args.out / "curves" / name, [{"seed": seed} | row for row in curve])
     here = machine()
     row = {"script": script, "env_id": env_id, "mode": mode, "seed": seed, "steps": total_timesteps}
-    row |= {"episodic_return": f"{episodic_return:.2f}", "minutes": f"{float(curve[-1]['seconds']) / 60:.1f}"}
+    row |= {"episodic_return": f"{episodic_return:.6g}", "minutes": f"{float(curve[-1]['seconds']) / 60:.1f}"}
     row |= {"device": here["gpu"] or here["cpu"], "torch": here["torch"], "commit": here["commit"]}
-    append_csv(out / "returns.csv", [row | {"date": date.today().isoformat()}])
+    append_csv(args.out / "returns.csv", [row | {"date": date.today().isoformat()}])
 
 
 def main(args: Args):
@@ -116,10 +132,11 @@ def main(args: Args):
         for r in read_csv(args.out / "returns.csv")
     }
     for mode, env_id, seed in product(args.modes, args.env_ids, args.seeds):
-        if commit := done.get((args.script, env_id, mode, str(seed), str(args.total_timesteps))):
-            print(f"recorded already: {args.script} {env_id} {mode} seed {seed}, at commit {commit}")
+        recorded = args.patch.stem if args.patch else mode
+        if commit := done.get((args.script, env_id, recorded, str(seed), str(args.total_timesteps))):
+            print(f"recorded already: {args.script} {env_id} {recorded} seed {seed}, at commit {commit}")
         else:
-            run(args.script, env_id, seed, mode, args.total_timesteps, args.out)
+            run(args.script, env_id, seed, mode, args)
     print((args.out / "returns.csv").read_text())
 
 

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = [
 #     "torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1", "pygame==2.6.1", "moviepy==2.2.1",
-#     "envpool==1.2.5", "numpy==2.4.6", "tyro==1.0.17",
+#     "envpool==1.2.5", "popgym==1.0.7", "numpy==2.4.6", "tyro==1.0.17",
 # ]
 # ///
 """Plays the policy that a training script has left, prints the returns, and films it.
@@ -21,7 +21,7 @@ import re
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,18 +38,19 @@ SAFE_PARTS += r"|data/(sample_inputs/model\.pt|weights/(weight_\d+|\w+_config\.j
 NAMES = r"((?!\w*__)[A-Za-z_]\w*(\.(?!\w*__)\w+)*)?"  # any text that has no key of its own below
 TUPLE = '{"type": "builtins.tuple", "context": "null", "children_spec": ['
 LEAF = '{"type": null, "context": null, "children_spec": []}'
-OPERATIONS = (
-    "add|sub|mul|div|clip|exp|tanh|relu|linear|matmul|conv2d|argmax|gt|sum|chunk|select|slice|squeeze|flatten|to"
-)
-OPERATIONS += "|_assert_tensor_metadata"
+LEAVES = f"{re.escape(LEAF)}(, {re.escape(LEAF)})?"  # the memory of a policy that has one comes second
+OPERATIONS = "add|sub|rsub|neg|mul|div|clip|exp|sqrt|tanh|relu|silu|sigmoid|linear|matmul|conv2d|argmax|one_hot|gt|sum"
+OPERATIONS += "|complex|polar|real|imag|cat|stack|unbind|chunk|split|split_with_sizes|select|slice|squeeze|unsqueeze"
+OPERATIONS += "|flatten|to|_assert_tensor_metadata"
+ROWS = r"Symbol\('s\d{1,9}', positive=True, integer=True\)"
 SAFE_TEXT = {
-    "expr_str": r"\d{1,18}|Symbol\('s\d{1,9}', positive=True, integer=True\)",  # a number of rows
+    "expr_str": rf"\d{{1,18}}|{ROWS}|Mul\(Integer\(\d{{1,18}}\), {ROWS}\)",  # a number, also a multiple of the rows
     "target": rf"torch\.ops\.aten\.({OPERATIONS})\.[A-Za-z]\w*|_operator\.getitem",
-    "guards_code": r"(?!)",  # none
-    "in_spec": re.escape(
-        f'[1, {TUPLE}{TUPLE}{LEAF}]}}, {{"type": "builtins.dict", "context": "[]", "children_spec": []}}]}}]'
-    ),
-    "out_spec": re.escape(f"[1, {LEAF}]"),
+    "guards_code": re.escape("L['memory'].size()[0] == L['obs'].size()[0]"),
+    "in_spec": re.escape(f"[1, {TUPLE}{TUPLE}")
+    + LEAVES
+    + re.escape(']}, {"type": "builtins.dict", "context": "[]", "children_spec": []}]}]'),
+    "out_spec": rf"\[1, ({re.escape(LEAF)}|{re.escape(TUPLE)}{LEAVES}\]\}})\]",
     "torch_version": r"[\w.+]*",
 }
 
@@ -87,9 +88,10 @@ def unsafe_text(program, key: str = "") -> Iterator[str]:
             yield from unsafe_text(part, name)
 
 
-def load_policy(path: Path) -> tuple[torch.nn.Module, torch.Tensor, dict]:
-    """The policy in a policy.pt2, an example (2, ...) of what it observes, and its card.
+def load_policy(path: Path) -> tuple[Callable, list[torch.Tensor], dict]:
+    """The policy in a policy.pt2, examples (2, ...) of its inputs, and its card.
 
+    The inputs are what it observes and, if it has one, its memory. It maps them to actions, and to the next memory.
     Fails if the file is damaged, or holds anything that no training script writes and that could run as code. What is
     loaded is a new file in memory, with the parts that have been looked at and no others.
     """
@@ -116,11 +118,20 @@ def load_policy(path: Path) -> tuple[torch.nn.Module, torch.Tensor, dict]:
         checked.seek(0)
         with contextlib.redirect_stderr(io.StringIO()):  # what is wrong is said in one sentence
             program = torch.export.load(checked)
-            policy = program.module()
-            example = program.example_inputs[0][0]
-            if len(policy(example)) != len(example) or len(policy(example[:1])) != 1:
-                raise ValueError("it does not map rows to as many actions")
-        return policy, example, card
+            module = program.module()
+            examples = list(program.example_inputs[0])
+
+            def policy(*inputs: torch.Tensor) -> list[torch.Tensor]:
+                outputs = module(*inputs)
+                return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+            for rows in (2, 1):
+                outputs = policy(*(example[:rows] for example in examples))
+                if [len(output) for output in outputs] != [rows] * len(examples):
+                    raise ValueError("it does not map rows to as many actions")
+                if [memory.shape for memory in outputs[1:]] != [memory[:rows].shape for memory in examples[1:]]:
+                    raise ValueError("its memory does not keep its shape")
+        return policy, examples, card
     except Exception as error:  # a damaged file may lead to any
         fail(f"cannot play {path}: {(str(error) or repr(error)).splitlines()[0]}")
 
@@ -171,13 +182,15 @@ def make_played_env(env_id: str, is_atari: bool, render_mode: str | None) -> gym
 
 
 @torch.no_grad()
-def play_episode(policy, dtype: torch.dtype, env: gym.Env, seed: int) -> tuple[float, int]:
-    """Plays an episode, and returns its return and its length."""
+def play_episode(policy: Callable, examples: list[torch.Tensor], env: gym.Env, seed: int) -> tuple[float, int]:
+    """Plays an episode, and returns its return and its length. A memory starts with zeros."""
+    memory = [torch.zeros_like(example[:1]) for example in examples[1:]]
     obs, _ = env.reset(seed=seed)
     return_ = 0.0
     length = 0
     while True:
-        action = policy(torch.as_tensor(obs[None], dtype=dtype))[0].numpy()
+        actions, *memory = policy(torch.as_tensor(obs[None], dtype=examples[0].dtype), *memory)
+        action = actions[0].numpy()
         if isinstance(env.action_space, gym.spaces.Discrete):
             action = int(action)
             is_valid = action in env.action_space
@@ -205,7 +218,8 @@ def play(args: Args) -> dict:
     if args.video and on_linux:
         os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo draws without a screen
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # so does pygame
-    policy, example, card = load_policy(args.policy)
+    policy, examples, card = load_policy(args.policy)
+    example = examples[0]
     env_id = args.env_id or card["args"]["env_id"]
     if ":" in env_id and not args.env_id:
         fail(f"the policy was trained in an env of another package; to import that, say --env-id {env_id}")
@@ -215,7 +229,7 @@ def play(args: Args) -> dict:
         fail("EnvPool has no window; use --video.")
     render_mode = "human" if args.render else "rgb_array" if args.video else None
     env = make_played_env(env_id, is_atari, render_mode)
-    action = policy(example)[0]
+    action = policy(*examples)[0][0]
     is_discrete = isinstance(env.action_space, gym.spaces.Discrete)
     fits = tuple(example.shape[1:]) == env.observation_space.shape
     fits = fits and action.numel() == math.prod(env.action_space.shape or ())
@@ -235,7 +249,7 @@ def play(args: Args) -> dict:
     lengths = []
     seeds = np.random.SeedSequence([PLAY, args.seed]).generate_state(args.episodes) // 2  # below 2^31, for EnvPool
     for i, seed in enumerate(seeds.tolist()):
-        return_, length = play_episode(policy, example.dtype, env, seed)
+        return_, length = play_episode(policy, examples, env, seed)
         print(f"episode {i + 1}: return {return_:.2f}, {length} steps")
         returns.append(return_)
         lengths.append(length)

@@ -348,8 +348,8 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
     return metrics | {"global_step": global_step}
 
 
-def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, obs: Tensor):
-    """Writes summary.json, and policy.pt2: a program from rows like `obs` to actions without noise."""
+def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, *example):
+    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
@@ -360,9 +360,9 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
                 p.data = p.clone(memory_format=torch.contiguous_format)
-            program = torch.export.export(policy, (obs,), dynamic_shapes=({0: torch.export.Dim("rows")},))
-            card = {"card.json": json.dumps(summary, indent=2)}
-            torch.export.save(program, run_dir / "new.pt2", extra_files=card)
+            rows = {0: torch.export.Dim("rows")}
+            program = torch.export.export(policy, example, dynamic_shapes=(rows,) * len(example))
+            torch.export.save(program, run_dir / "new.pt2", extra_files={"card.json": json.dumps(summary)})
             (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
     except (OSError, RuntimeError) as error:
         print(f"error: cannot save the results: {error}", file=sys.stderr)

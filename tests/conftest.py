@@ -29,7 +29,9 @@ TWINS = [(name.removesuffix("_torchcompile"), name) for name in SCRIPTS if name.
 PPO_CONTINUOUS = ["ppo_continuous_action", "ppo_continuous_action_torchcompile"]
 ATARI = ["ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
 PPO = PPO_CONTINUOUS + ATARI
-OFF_POLICY = [name for name in SCRIPTS if name not in PPO]
+MEMORY = [name for name in SCRIPTS if row(name).requirements == "memory"]
+OFF_POLICY = [name for name in SCRIPTS if name not in PPO + MEMORY]
+DISCRETE = [name for name in SCRIPTS if "dqn" in name or name in MEMORY]  # that take vectors
 # How many command lines test_fuzz.py draws for each script: with --hypothesis-profile=long, 1,000.
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("long", max_examples=1000, **QUIET)
@@ -355,6 +357,25 @@ class QuadrantPool:
         pass
 
 
+class CueEnv(gym.Env):
+    """Shows one of two cues, then eight blanks, then a question: naming the cue pays 1, the other one -1."""
+
+    observation_space = gym.spaces.Discrete(4)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cue = int(self.np_random.integers(2))
+        self.t = 0
+        return self.cue, {}
+
+    def step(self, action):
+        self.t += 1
+        over = self.t == 10
+        reward = 0 if not over else 1 if action == self.cue else -1
+        return (3 if self.t == 9 else 2), reward, over, False, {}
+
+
 class NanEnv(DictEnv):
     """Pays a reward that is not a number."""
 
@@ -436,6 +457,7 @@ ENVS = (
     NanObsEnv,
     DiscreteNanObsEnv,
     DiscreteNanEnv,
+    CueEnv,
 )
 for env in ENVS:
     gym.register(env.__name__ + "-v0", entry_point=env, disable_env_checker=True)

@@ -97,6 +97,7 @@ def test_ablation_pairs_slices_and_starts_cold_once(monkeypatch, tmp_path):
     for name, row in rows.items():
         assert row["ratio"] == pytest.approx([worth.get(name, 1)] * 3), name
     assert len(started) == 4 * len(rows) and len({cache for *_, cache in started}) == len(rows) + 2
+    assert not any(" " in str(cache.relative_to(cache.parents[1])) for *_, cache in started)  # no compiler takes it
 
 
 def test_interval_covers_the_median():
@@ -487,7 +488,7 @@ def test_the_curve_of_a_peer_is_that_of_its_monitor(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(returns, "best_threads", lambda run: 1)
     monkeypatch.setattr(returns.subprocess, "run", lambda command, env, check: seen.append((command, env)))
-    step, seconds, value, last = returns.run_peer("dqn", "CartPole-v1", 3, "sbx", 5000, str(tmp_path))
+    step, seconds, value, last = returns.run_peer("dqn", "CartPole-v1", 3, "sbx", 5000, str(tmp_path), None)
     assert (step.tolist(), seconds.tolist(), value.tolist(), last) == ([100, 150], [2, 3], [1.5, 2.5], 2)
     ((command, env),) = seen
     assert env["OMP_NUM_THREADS"] == "1" and env["XLA_FLAGS"].endswith("eigen=false")

@@ -21,6 +21,8 @@ import torch
 from catalog import row
 from conftest import (
     ATARI,
+    DISCRETE,
+    MEMORY,
     OFF_POLICY,
     PPO_CONTINUOUS,
     ROOT,
@@ -137,7 +139,7 @@ GYM = [name for name in SCRIPTS if name not in ATARI]
 def test_every_part_of_a_checkpoint_counts(monkeypatch, name, own_folder):
     """With any one of them taken from an older checkpoint, a resumed run computes something else."""
     patch_reports(monkeypatch, name)
-    flags = problem(name) | ({} if "dqn" in name or name in ATARI else ENDING)
+    flags = problem(name) | ({} if name in DISCRETE or name in ATARI else ENDING)
     path = train_until_killed(monkeypatch, name, **flags)
     new, old = kept(path), kept(path.with_suffix(".old"))
 
@@ -312,7 +314,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_goes_on(capsys, own_fol
 
 @pytest.mark.parametrize("name", GYM)
 def test_an_env_that_raises_is_named_with_its_step(monkeypatch, name):
-    env_id = f"{'Discrete' * ('dqn' in name)}RaisingEnv-v0"
+    env_id = f"{'Discrete' * (name in DISCRETE)}RaisingEnv-v0"
     with pytest.raises(ZeroDivisionError, match="a defect of the env") as error:
         train(monkeypatch, name, **tiny(name) | {"env_id": env_id, "num_envs": 2})
     assert error.value.__notes__ == ["error: env 0 raised this in env step 6. Earlier checkpoints are kept."]
@@ -369,7 +371,7 @@ class LateNanEnv(gym.Env):
 @pytest.mark.parametrize("name", OFF_POLICY)
 def test_nan_in_the_newest_row_is_not_saved(monkeypatch, capsys, name):
     """Before it is in the replay."""
-    space = gym.spaces.Discrete(2) if "dqn" in name else gym.spaces.Box(-1, 1, (1,))
+    space = gym.spaces.Discrete(2) if name in DISCRETE else gym.spaces.Box(-1, 1, (1,))
     monkeypatch.setattr(LateNanEnv, "action_space", space, raising=False)
     monkeypatch.setattr(LateNanEnv, "observed", 0)
     monkeypatch.setattr(gym, "make", lambda _: LateNanEnv())
@@ -396,6 +398,7 @@ def test_a_resumed_run_learns_at_the_rate_that_its_flags_say(monkeypatch):
 
 SIGNALS = [("sac_continuous_action", signal.SIGTERM), ("ppo_continuous_action_torchcompile", signal.SIGINT)]
 SIGNALS += [("ppo_atari_envpool", signal.SIGTERM), ("dqn_torchcompile", signal.SIGINT)]
+SIGNALS += [("ppo_lru_torchcompile", signal.SIGTERM)]
 
 
 def start(name: str, *flags) -> subprocess.Popen:
@@ -413,7 +416,7 @@ def start(name: str, *flags) -> subprocess.Popen:
 @pytest.mark.parametrize(("name", "number"), SIGNALS)
 def test_a_signal_ends_a_run_in_order(name, number):
     """A checkpoint, though none was asked for, the policy and the results so far; the printed command goes on."""
-    steps = 40_000 if "ppo_c" in name else 20_000
+    steps = 500_000 if name in MEMORY else 40_000 if "ppo_c" in name else 20_000
     small = ["--learning-starts", 100] if name in OFF_POLICY else ["--num-envs", 2] if name in ATARI else []
     process = start(name, "--total-timesteps", steps, *small)
     sent = time.monotonic()
@@ -426,7 +429,7 @@ def test_a_signal_ends_a_run_in_order(name, number):
     assert 0 < metrics["global_step"] < steps and (folder / "policy.pt2").exists()
     assert kept(folder / "checkpoint.pt")["global_step"] == metrics["global_step"]
     (command,) = re.findall(r"^to go on: python (.*)$", stderr, re.MULTILINE)
-    more = metrics["global_step"] + (500 if name in OFF_POLICY else 256 if name in ATARI else 2048)
+    more = metrics["global_step"] + (500 if name in OFF_POLICY else 256 if name in ATARI else 4096)
     flags = command.replace(str(steps), str(more)).split()
     again = subprocess.run([sys.executable, *flags], capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stderr
@@ -461,10 +464,12 @@ def test_the_policy_is_a_program_that_needs_nothing_of_ours(monkeypatch, name):
     if name in ATARI:
         obs = torch.randint(0, 256, (5, 4, 84, 84), dtype=torch.uint8)
     else:
-        obs = torch.randn(5, 4 if "dqn" in name else 3)
+        obs = torch.randn(5, 4 if name in DISCRETE else 3)
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
-    policy = torch.export.load(run.run_dir / "policy.pt2").module()
-    one, five = (policy(obs[:n]).tolist() for n in (1, 5))
+    program = torch.export.load(run.run_dir / "policy.pt2").module()
+    memory = [torch.rand(5, 2 * 16 + 2)] if name in MEMORY else []
+    policy = (lambda *inputs: program(*inputs)[0]) if memory else program
+    one, five = (policy(obs[:n], *(x[:n] for x in memory)).tolist() for n in (1, 5))
     np.testing.assert_allclose(one, five[:1], rtol=1e-4, atol=1e-5)
     if name == "sac_continuous_action":
         torch.save(obs, "obs.pt")

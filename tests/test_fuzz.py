@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.utils.tensorboard
-from conftest import ATARI, ROOT, SCRIPTS, load
+from conftest import ATARI, DISCRETE, ROOT, SCRIPTS, load
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -57,7 +57,7 @@ STRINGS = {
     "wandb_project_name": TEXTS,
     "wandb_entity": TEXTS,
 }
-BASE = {"total_timesteps": 130, "num_steps": 64, "num_minibatches": 4, "learning_starts": 60, "batch_size": 32}
+BASE = {"total_timesteps": 130, "num_steps": 64, "num_minibatches": 2, "learning_starts": 60, "batch_size": 32}
 BASE |= {"buffer_size": 100, "update_epochs": 1, "num_envs": 2, "train_frequency": 2}
 
 
@@ -75,7 +75,7 @@ def flags_of(name: str) -> st.SearchStrategy[dict]:
 
 def command_line(name: str, flags: dict) -> list[str]:
     own = {field.name for field in fields(load(name).Args)}
-    env_id = "Breakout-v5" if name in ATARI else "CartPole-v1" if "dqn" in name else "Pendulum-v1"
+    env_id = "Breakout-v5" if name in ATARI else "CartPole-v1" if name in DISCRETE else "Pendulum-v1"
     flags = {k: v for k, v in BASE.items() if k in own} | {"env_id": env_id, "save_model": False} | flags
     words = []
     for key, value in flags.items():

@@ -18,7 +18,7 @@ from conftest import ROOT, train
 from torch import nn
 
 GAMES = {"ppo_continuous_action": "Pendulum-v1", "dqn": "CartPole-v1", "ppo_atari_envpool": "Pong-v5"}
-GAMES |= {"td3_continuous_action": "Pendulum-v1", "sac_continuous_action": "Pendulum-v1"}
+GAMES |= {"ppo_lru": "CartPole-v1", "td3_continuous_action": "Pendulum-v1", "sac_continuous_action": "Pendulum-v1"}
 
 
 class Pushes(nn.Module):
@@ -70,6 +70,7 @@ def played(path: Path, *flags) -> dict:
 def test_a_policy_plays_in_a_new_process_as_here(monkeypatch, name, own_folder):
     """Of a script of each kind, after a run of moments: the same seed gives the same returns, another gives others."""
     sizes = {"num_steps": 128, "total_timesteps": 256} if "ppo" in name else {"total_timesteps": 200}
+    sizes |= {"num_minibatches": 2} if name == "ppo_lru" else {}
     run = train(monkeypatch, name, env_id=GAMES[name], num_envs=2, save_model=True, **sizes)
     path = run.run_dir / "policy.pt2"
     episodes = 1 if "atari" in name else 2
@@ -113,7 +114,8 @@ def test_an_atari_game_is_played_to_its_last_life_for_its_unclipped_score():
             return result
 
     game = SpiedGame("MsPacman-v5")  # a dot pays 10 points
-    return_, length = play.play_episode(lambda obs: torch.tensor([len(infos) // 9 % 9]), torch.uint8, game, seed=3)
+    policy = lambda obs: [torch.tensor([len(infos) // 9 % 9])]  # noqa: E731
+    return_, length = play.play_episode(policy, [torch.zeros(2, 4, 84, 84, dtype=torch.uint8)], game, seed=3)
     lives = [int(info["lives"][0]) for info in infos]
     assert sorted(set(lives)) == [0, 1, 2, 3] and lives.index(0) == len(lives) - 1
     assert return_ == sum(info["reward"][0] for info in infos) and return_ >= 10 * 20

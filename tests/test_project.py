@@ -94,7 +94,7 @@ def test_every_command_in_the_documents_parses(line):
         assert set(words[1:]) <= {"--check"}
     elif name.startswith("benchmark/"):
         args = tyro.cli(importlib.import_module(name.removeprefix("benchmark/")).Args, args=words[1:])
-        scripts = getattr(args, "scripts", None) or [args.script]
+        scripts = [] if name == "benchmark/scans" else getattr(args, "scripts", None) or [args.script]
         assert all((ROOT / "leanrl" / f"{script}.py").exists() for script in scripts)
     else:
         tyro.cli(load(name).Args, args=words[1:])
@@ -125,6 +125,8 @@ def test_run_sh_help_lists_every_command_and_refuses_others():
 def test_the_sweep_trains_every_published_run(tmp_path):
     """A copy of run.sh, in which nothing is to be installed and python only prints what it was told."""
     shutil.copy(ROOT / "run.sh", tmp_path)
+    (tmp_path / "benchmark").mkdir()
+    shutil.copy(ROOT / "benchmark" / "sweep.sh", tmp_path / "benchmark")
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -141,7 +143,8 @@ def test_the_sweep_trains_every_published_run(tmp_path):
         _, program, *words = shlex.split(line)
         if program == "benchmark/returns.py":
             args = tyro.cli(importlib.import_module("returns").Args, args=words)
-            runs = itertools.product([args.script], args.env_ids, args.modes, args.seeds, [args.total_timesteps])
+            modes = [args.patch.stem] if args.patch else args.modes
+            runs = itertools.product([args.script], args.env_ids, modes, args.seeds, [args.total_timesteps])
             trained |= {tuple(map(str, run)) for run in runs}
     with (ROOT / "benchmark" / "results" / "returns.csv").open() as file:
         for row in csv.DictReader(file):

@@ -16,7 +16,21 @@ import numpy as np
 import pytest
 import torch
 from catalog import row
-from conftest import ALL_SCRIPTS, ATARI, OFF_POLICY, PPO, PPO_CONTINUOUS, ROOT, SCRIPTS, forked, load, tiny, train
+from conftest import (
+    ALL_SCRIPTS,
+    ATARI,
+    DISCRETE,
+    MEMORY,
+    OFF_POLICY,
+    PPO,
+    PPO_CONTINUOUS,
+    ROOT,
+    SCRIPTS,
+    forked,
+    load,
+    tiny,
+    train,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 GYM = [name for name in SCRIPTS if name not in ATARI]
@@ -32,7 +46,7 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
     assert run.metrics["global_step"] == 1024
     assert all(torch.isfinite(torch.tensor(value)) for value in run.metrics.values())
     # Pendulum: 200 steps of at worst -16.3; Breakout: a random policy hits a few bricks.
-    low, high = (5, 500) if "dqn" in name else (-0.1, 15) if name in ATARI else (-1600 * 1.3, 0)
+    low, high = (5, 500) if name in DISCRETE else (-0.1, 15) if name in ATARI else (-1600 * 1.3, 0)
     assert run.metrics["SPS"] > 0 and low < run.metrics["episodic_return"] < high
     events = EventAccumulator(str(run.run_dir)).Reload()
     losses = row(name).losses
@@ -41,13 +55,15 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
     keys |= {f"summary/{name}" for name in run.metrics}
     assert set(events.Tags()["scalars"]) - {"charts/learning_rate", "charts/epsilon"} == keys
     assert events.Scalars("summary/SPS")[0].value == pytest.approx(run.metrics["SPS"])
-    reports = [500, 1000, 1024] if name in OFF_POLICY else [256, 512, 768, 1024] if name in ATARI else [512, 1024]
+    reports = (
+        [500, 1000, 1024] if name in OFF_POLICY else [256, 512, 768, 1024] if name in ATARI + MEMORY else [512, 1024]
+    )
     assert [e.step for e in events.Scalars("charts/SPS")] == reports
     assert [e.step for e in events.Scalars(losses[0])] == [step for step in reports if step != 500]
     lengths, returns = ([e.value for e in events.Scalars(f"charts/episodic_{x}")] for x in ("length", "return"))
-    assert name in ATARI or lengths == (returns if "dqn" in name else [200] * len(returns))
-    if name in PPO:
-        share = np.array([1, 0.75, 0.5, 0.25] if name in ATARI else [1, 0.5])
+    assert name in ATARI or lengths == (returns if name in DISCRETE else [200] * len(returns))
+    if name in PPO + MEMORY:
+        share = np.array([1, 0.75, 0.5, 0.25] if name in ATARI + MEMORY else [1, 0.5])
         rates = [e.value for e in events.Scalars("charts/learning_rate")]
         assert rates == pytest.approx(share * load(name).Args.learning_rate)
 
@@ -73,7 +89,7 @@ def test_a_run_that_is_broken_off_has_its_flags(monkeypatch, name, own_folder):
     assert json.loads(text)["seed"] == 5
 
 
-@pytest.mark.parametrize("name", [name for name in PPO if "compile" not in name])
+@pytest.mark.parametrize("name", [name for name in PPO + MEMORY if "compile" not in name])
 def test_flags_of_ppo_do_what_they_say(monkeypatch, name):
     """Each changes the parameters; without annealing, the rate stays."""
     runs = {}
@@ -90,7 +106,7 @@ def test_flags_of_ppo_do_what_they_say(monkeypatch, name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_another_seed_gives_other_numbers(monkeypatch, name):
     """That the same seed gives the same ones, a run that is killed and resumed shows."""
-    sizes = tiny(name) | ({"total_timesteps": 256} if name in PPO else {})
+    sizes = tiny(name) | ({"total_timesteps": 256} if name in PPO + MEMORY else {})
     a, b = (train(monkeypatch, name, **sizes, seed=seed).parameters for seed in (7, 8))
     assert not all(torch.equal(a[k], b[k]) for k in a)
 
@@ -119,9 +135,13 @@ def test_target_kl_ends_the_epochs_after_the_first_that_exceeds_it(monkeypatch, 
 
 @pytest.mark.parametrize("name", GYM)
 def test_dict_observations_and_matrix_actions(monkeypatch, name):
-    run = train(monkeypatch, name, **tiny(name) | {"env_id": "DiscreteDictEnv-v0" if "dqn" in name else "DictEnv-v0"})
+    run = train(
+        monkeypatch, name, **tiny(name) | {"env_id": "DiscreteDictEnv-v0" if name in DISCRETE else "DictEnv-v0"}
+    )
     shapes = [tuple(p.shape) for p in run.parameters.values() if p.ndim == 2]
-    assert shapes[0][1] == 4 + 3 and shapes[-1][0] == {"sac": 8, "dqn": 3}.get(name[:3], 4)  # SAC: mean and deviation
+    actor = shapes[-2] if name in MEMORY else shapes[-1]
+    assert shapes[0][1] == 4 + 3 + (3 if name in MEMORY else 0)  # the previous action
+    assert actor[0] == (3 if name in DISCRETE else 8 if "sac" in name else 4)  # SAC: mean and deviation
     assert run.metrics["episodic_return"] == 5
 
 
@@ -132,7 +152,7 @@ def test_a_vector_of_bytes_is_no_image(name):
 
 @pytest.mark.parametrize("name", GYM)
 def test_ids_of_a_users_own_package(monkeypatch, name, own_folder):
-    env = "CartPoleEnv" if "dqn" in name else "PendulumEnv"
+    env = "CartPoleEnv" if name in DISCRETE else "PendulumEnv"
     (own_folder / "my_package.py").write_text(
         "import gymnasium as gym\n"
         f"gym.register('Mine-v0', entry_point='gymnasium.envs.classic_control:{env}', max_episode_steps=50)\n"
@@ -180,6 +200,13 @@ BAD_PPO = {
     "a trace that grows": ({"gae_lambda": 1.5}, "--gae-lambda"),
     "an infinite rate": ({"learning_rate": float("inf")}, "--learning-rate"),
 }
+BAD_MEMORY = {
+    "envs that do not divide": ({"num_minibatches": 7}, "--num-minibatches must divide --num-envs (2)"),
+    "no neuron": ({"hidden_size": 0}, "--hidden-size"),
+    "continuous actions": ({"env_id": "Pendulum-v1"}, "Discrete"),
+}
+for case in ("less than a rollout", "no minibatch", "no epoch", "a trace that grows", "an infinite rate"):
+    BAD_MEMORY[case] = BAD_PPO[case]
 BAD_OFF_POLICY = {
     "more memory than there is": ({"buffer_size": 10**12}, "bytes"),
     "no replay": ({"buffer_size": 0}, "--buffer-size"),
@@ -201,6 +228,7 @@ BAD_DQN = {
 CASES = [(name, *case) for name in SCRIPTS for case in BAD.items()]
 CASES += [(name, *case) for name in SCRIPTS for case in (BAD_ATARI if name in ATARI else BAD_GYM).items()]
 CASES += [(name, *case) for name in PPO for case in BAD_PPO.items()]
+CASES += [(name, *case) for name in MEMORY for case in BAD_MEMORY.items()]
 CASES += [(name, "discrete actions", BAD_CONTINUOUS["discrete actions"]) for name in PPO if name not in ATARI]
 CASES += [(ATARI[1], "groups that do not divide", ({"env_groups": 3}, "--env-groups"))]
 CASES += [(name, *case) for name in OFF_POLICY for case in BAD_OFF_POLICY.items()]
@@ -305,7 +333,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_by_name_and_step(monkeypatch, na
 @pytest.mark.parametrize("name", GYM)
 @pytest.mark.parametrize("kind", ["Nan", "NanObs"])
 def test_an_env_that_gives_no_numbers_is_told_from_a_learning_rate(monkeypatch, name, kind):
-    env_id = f"{'Discrete' * ('dqn' in name)}{kind}Env-v0"
+    env_id = f"{'Discrete' * (name in DISCRETE)}{kind}Env-v0"
     with pytest.raises(SystemExit, match=r"losses/\w+ is nan at step (256|1000); an observation, a reward"):
         train(monkeypatch, name, **tiny(name) | {"env_id": env_id})
 

@@ -1,0 +1,224 @@
+"""Recurrent policies: the memory is that of the episode, in a rollout as in a minibatch, and it is of use."""
+
+import numpy as np
+import pytest
+import torch
+from catalog import CATALOG
+from conftest import MEMORY, load, train
+from test_scripted_env import DONE, OBS, REWARD, TERMINATED, VALID
+
+LRU = ["ppo_lru", "ppo_lru_torchcompile"]
+SMALL = {"hidden_size": 16, "num_minibatches": 1, "update_epochs": 1, "num_envs": 1}
+RESETS = {"env_id": "DiscreteScriptedEnv-v0", "num_envs": 4, "num_steps": 25, "num_minibatches": 2}
+RESETS |= {"hidden_size": 16, "learning_rate": 0.1, "update_epochs": 2, "total_timesteps": 4 * 25 * 3}
+
+
+def spied(monkeypatch, name: str, function: str) -> list[tuple]:
+    """Calls of one of a script's functions: (arguments, result), of clones."""
+    script, calls = load(name), []
+    original = getattr(script, function)
+
+    def clone(x):
+        return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+    def spy(*args):
+        kept = [{k: clone(v) for k, v in x.items()} if isinstance(x, dict) else clone(x) for x in args]
+        result = original(*args)
+        calls.append((kept, clone(result)))
+        return result
+
+    monkeypatch.setattr(script, function, spy)
+    return calls
+
+
+def largest_ratios(monkeypatch, name: str, fault=None) -> list[float]:
+    """How far the ratio of any valid row is from 1, at the first update of each rollout.
+
+    A fault changes what the update gets: the factors that keep the memory, and the state at the start of the rollout.
+    """
+    script = load(name)
+    recurrence = "lru_scan" if hasattr(script, "lru_scan") else "lru"
+    original = getattr(script, recurrence)
+
+    def faulty(log_radius, angle, drive, keep, state):
+        if fault and len(drive) > 1:
+            keep, state = fault(keep, state)
+        return original(log_radius, angle, drive, keep, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, recurrence, faulty)
+        calls = spied(patch, name, "ppo_loss")
+        train(patch, name, **RESETS)
+    first = calls[:: RESETS["num_minibatches"] * RESETS["update_epochs"]]
+    assert len(first) == 3
+    return [
+        ((logprob - batch["logprob"]).exp() - 1).abs().mul(batch["valid"]).max().item()
+        for (logprob, _, _, batch, _), _ in first
+    ]
+
+
+FAULTS = {
+    "a reset that comes late": lambda keep, state: (torch.cat([keep[:1], keep[:-1]]), state),
+    "a reset that comes early": lambda keep, state: (torch.cat([keep[1:], keep[-1:]]), state),
+    "no reset": lambda keep, state: (torch.ones_like(keep), state),
+    "a start from nothing": lambda keep, state: (keep, torch.zeros_like(state)),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_the_first_update_meets_the_policy_that_has_acted(monkeypatch, name):
+    assert max(largest_ratios(monkeypatch, name)) < 1e-5
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", MEMORY)
+def test_the_ratio_shows_a_planted_fault(monkeypatch, name, fault):
+    assert max(largest_ratios(monkeypatch, name, FAULTS[fault])) > 1e-4
+
+
+def problem(T: int, N: int = 3, H: int = 5) -> list[torch.Tensor]:
+    """Random arguments of lru(), in float64; with resets in the first step, and in two that follow each other."""
+    generator = torch.Generator().manual_seed(T)
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
+    keep = (draw(T, N, 1) > -1).double()
+    keep[0, 0] = keep[T // 2 : T // 2 + 2, 1] = 0
+    return [-draw(H).abs(), draw(H), draw(T, N, 2 * H), keep, draw(N, 2 * H)]
+
+
+@pytest.mark.parametrize("T", [1, 2, 7, 12, 16, 128])
+def test_the_scan_computes_what_the_loop_computes(T):
+    script = load("ppo_lru_torchcompile")
+    weight = torch.randn(T, 3, 10, dtype=torch.float64)
+    outcomes = []
+    for function in (script.lru, script.lru_scan):
+        inputs = [x.requires_grad_(i != 3) for i, x in enumerate(problem(T))]
+        states = function(*inputs)
+        gradients = torch.autograd.grad((states * weight).sum(), [x for x in inputs if x.requires_grad])
+        outcomes.append([states, *gradients])
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_the_loop_is_the_equation():
+    log_radius, angle, drive, keep, h = problem(7)
+    eigenvalue = np.exp(log_radius.numpy() + 1j * angle.numpy())
+    h = h[:, :5].numpy() + 1j * h[:, 5:].numpy()
+    states = load("ppo_lru").lru(*problem(7))
+    for t in range(7):
+        h = eigenvalue * keep[t].numpy() * h + drive[t, :, :5].numpy() + 1j * drive[t, :, 5:].numpy()
+        np.testing.assert_allclose(states[t], np.concatenate([h.real, h.imag], 1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("function", ["lru", "lru_scan"])
+def test_nothing_leaks_from_an_episode_into_the_next(function):
+    """Neither numbers, to the bit, nor gradients."""
+    function = getattr(load("ppo_lru_torchcompile"), function)
+    *numbers, drive, keep, state = problem(12)
+    keep[:] = 1
+    keep[5] = 0  # an episode starts
+    drive.requires_grad_()
+    states = function(*numbers, drive, keep, state)
+    other = drive.detach().clone()
+    other[:5] += 100
+    assert torch.equal(function(*numbers, other, keep, state + 100)[5:], states[5:])
+    (gradient,) = torch.autograd.grad(states[5:].sum(), drive)
+    assert (gradient[:5] == 0).all() and (gradient[5:] != 0).all()
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_transitions_and_advantages_are_those_worked_out_by_hand(monkeypatch, name):
+    """The numbers of test_scripted_env.py; V(s) = 100 episode + 10 step. A row holds the previous action, too."""
+    script = load(name)
+    agent = getattr(script, CATALOG[name.removesuffix("_torchcompile")].policy)
+    forward = agent.forward
+
+    def known_value(self, inputs, state):
+        logits, value, state = forward(self, inputs, state)
+        return logits, value * 0 + 100 * inputs[..., 1] + 10 * inputs[..., 2], state
+
+    monkeypatch.setattr(agent, "forward", known_value)
+    gaes = spied(monkeypatch, name, "gae")
+    losses = spied(monkeypatch, name, "ppo_loss")
+    flags = {
+        "num_steps": 5,
+        "total_timesteps": 10,
+        "gamma": 0.5,
+        "gae_lambda": 0.5,
+        "learning_rate": 0.0,
+        "reward_scale": 1.0,
+    }
+    train(monkeypatch, name, env_id="DiscreteScriptedEnv-v0", **SMALL, **flags)
+    by_hand = [[4, -8, 19.125, -43.5, -38], [-42, -74.75, -179, -88.5, -114]]
+    batches = [batch for (_, _, _, batch, _), _ in losses]
+    for i, ((reward, _, terminated, done, *_), advantage) in enumerate(gaes):
+        assert reward.squeeze(1).tolist() == REWARD[i]
+        assert terminated.squeeze(1).tolist() == TERMINATED[i]
+        assert done.squeeze(1).tolist() == DONE[i]
+        assert advantage.squeeze(1).tolist() == by_hand[i]
+        assert batches[i]["inputs"][:, 0, :3].tolist() == OBS[i]
+        assert batches[i]["valid"].squeeze(1).tolist() == VALID[i]
+    rows = torch.cat([batch["inputs"][:, 0, 3:] for batch in batches])
+    actions = torch.cat([batch["action"][:, 0] for batch in batches])
+    valid = torch.tensor(sum(VALID, []), dtype=torch.bool)
+    expected = torch.nn.functional.one_hot(actions[:-1], 3) * valid[:-1, None]
+    assert torch.equal(rows[1:], expected.float()) and not rows[0].any()
+    assert len(gaes) == len(batches) == 2
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_a_value_knows_its_episode_and_no_other(monkeypatch, name):
+    """Through both rollouts, and at its last observation, from which a truncation is bootstrapped."""
+    script = load(name)
+    gaes = spied(monkeypatch, name, "gae")
+    losses = spied(monkeypatch, name, "ppo_loss")
+    run = train(
+        monkeypatch, name, env_id="DiscreteScriptedEnv-v0", **SMALL, num_steps=5, total_timesteps=10, learning_rate=0.0
+    )
+    agent = getattr(script, CATALOG[name.removesuffix("_torchcompile")].policy)(3 + 3, 3, 16)
+    agent.load_state_dict(run.parameters)
+    inputs = torch.cat([batch["inputs"] for (_, _, _, batch, _), _ in losses])
+    values = torch.cat([value[:-1, 0] for (_, value, *_), _ in gaes])
+    assert torch.allclose(
+        gaes[0][0][1][-1], gaes[1][0][1][0], atol=1e-6
+    )  # the value after a rollout is the next's first
+    starts = [0, 3, 7, 9]  # rows of first observations; the row before shows the last one of the episode before
+    for start, end in zip(starts, [*starts[1:], 10]):
+        _, expected, _ = agent(inputs[start:end], torch.zeros(1, 32))
+        torch.testing.assert_close(values[start:end], expected[:, 0].detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_an_epoch_meets_each_env_once(monkeypatch, name):
+    calls = spied(monkeypatch, name, "ppo_loss")
+    train(monkeypatch, name, **RESETS | {"total_timesteps": 4 * 25})
+    envs = [batch["inputs"][0, :, 0].tolist() for (_, _, _, batch, _), _ in calls]  # env i observes its number
+    assert [sorted(envs[i] + envs[i + 1]) for i in (0, 2)] == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.slow
+def test_the_same_agent_without_memory_cannot_solve_the_problem(monkeypatch):
+    """With it, it does: test_learning.py."""
+    script = load("ppo_lru")
+    lru = script.lru
+    monkeypatch.setattr(script, "lru", lambda *inputs: lru(*inputs[:3], inputs[3] * 0, inputs[4]))
+    run = train(monkeypatch, "ppo_lru", seed=1, **CATALOG["ppo_lru"].gate[0])
+    assert run.metrics["episodic_return"] < 0.3
+
+
+@pytest.mark.parametrize("name", LRU)
+def test_an_exported_policy_acts_as_in_training(monkeypatch, name):
+    """Row by row, from a memory of zeros: the actions that the agent finds most probable in whole episodes."""
+    run = train(monkeypatch, name, env_id="CueEnv-v0", **SMALL, num_steps=32, total_timesteps=320, save_model=True)
+    agent = load(name).LRUAgent(4 + 2, 2, 16)
+    agent.load_state_dict(run.parameters)
+    policy = torch.export.load(run.run_dir / "policy.pt2").module()
+    obs = torch.nn.functional.one_hot(torch.randint(4, (20, 3)), 4).float()
+    memory = torch.zeros(3, 2 * 16 + 2)
+    previous_action = torch.zeros(3, 2)
+    inputs = torch.zeros(0, 3, 6)
+    for row in obs:
+        inputs = torch.cat([inputs, torch.cat([row, previous_action], -1)[None]])
+        action, memory = policy(row, memory)
+        logits, _, _ = agent(inputs, torch.zeros(3, 32))
+        assert torch.equal(action, logits[-1].argmax(-1))
+        previous_action = torch.nn.functional.one_hot(action, 2).float()
