@@ -21,6 +21,7 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_paralleli
 
 import numpy as np
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 import tyro
 from compare import machine
@@ -292,6 +293,7 @@ def calls(T: int, args: Args) -> dict[tuple[str, str], Callable[[], float]]:
 def main(args: Args):
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    torch._inductor.config.force_disable_caches = True  # so that first calls are cold
     torch._dynamo.config.recompile_limit = 64  # one function is compiled for each network and length
     rows = []
     for T in args.steps:
