@@ -127,6 +127,8 @@ def main(args: Args):
         if mode not in CATALOG[args.script].modes | CATALOG[args.script].peers:
             there = ", ".join(CATALOG[args.script].modes | CATALOG[args.script].peers)
             sys.exit(f"error: no mode {mode} of {args.script}; there are: {there}")
+    if args.patch and (len(args.modes) > 1 or args.modes[0] in CATALOG[args.script].peers):
+        sys.exit("error: --patch needs one mode of the script itself.")
     done = {
         (r["script"], r["env_id"], r["mode"], r["seed"], r["steps"]): r["commit"]
         for r in read_csv(args.out / "returns.csv")

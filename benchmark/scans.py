@@ -36,6 +36,7 @@ from ppo_lru_torchcompile import lru, lru_scan, times  # noqa: E402
 NUM_ENVS = 8  # of a minibatch
 WIDTH = 128
 INPUTS = 16
+OPTIONS = {"cpp_wrapper": True, "cpp.use_decompose_tanh": True}  # as in the twins
 RESETS = 0.02  # share of the steps in which an episode starts
 
 
@@ -204,7 +205,7 @@ def torch_call(kind: str, network: Callable, T: int, compiled: bool) -> Callable
 
     gradient = grad_and_value(loss_of)
     if compiled:
-        gradient = torch.compile(gradient, fullgraph=True, options={"cpp_wrapper": True})
+        gradient = torch.compile(gradient, fullgraph=True, dynamic=False, options=OPTIONS)
     return lambda: float(gradient(weights)[1])
 
 
