@@ -135,7 +135,7 @@ CATALOG = {
         tiny={"env_id": "CartPole-v1", "num_envs": 2, "num_minibatches": 1, "update_epochs": 2, "hidden_size": 16}
         | {"total_timesteps": 1024},
         saving={"num_steps": 16, "total_timesteps": 16 * 6 * 2, "checkpoint_interval": 64},
-        # an episode pays 1 or, to whom does not remember, as often -1
+        # an episode pays 1 or -1, each as often without a memory
         gate=(CUE | {"total_timesteps": 20_480, "learning_rate": 3e-3}, 0.9, 0.9),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=1,

@@ -447,25 +447,6 @@ def steps_block() -> str:
     return "\n".join([*lines, "", f"({report['machine']['cpu']}, one thread, torch {report['machine']['torch']})"])
 
 
-def scans_block() -> str:
-    """Markdown: how long recurrent networks take for a sequence, by its length."""
-    report = json.loads((RESULTS / "scans.json").read_text())
-    lengths = sorted({row["steps"] for row in report["rows"]})
-    found = {(row["network"], row["mode"], row["steps"]): row for row in report["rows"]}
-    lines = ["| network | mode | " + " | ".join(f"T = {T}, ms" for T in lengths) + " | first call, s |"]
-    lines.append("|---|---|" + "---|" * (len(lengths) + 1))
-    for network, mode in dict.fromkeys((row["network"], row["mode"]) for row in report["rows"]):
-        rows = [found.get((network, mode, T)) for T in lengths]
-        cells = [f"{row['ms']:,.1f}" if row else "-" for row in rows]
-        first = max(row["first_call_s"] for row in rows if row)
-        lines.append(f"| {network} | {mode} | {' | '.join(cells)} | {first:,.0f} |")
-    sizes = f"{report['sizes']['num_envs']} envs, width {report['sizes']['width']}"
-    where = f"{report['machine']['cpu']}, one thread, torch {report['machine']['torch']}"
-    return "\n".join(
-        [*lines, "", f"({sizes}, an episode starts in {report['sizes']['resets']:.0%} of the steps; {where})"]
-    )
-
-
 BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "claim": claim_block, "returns": returns_block}
 BLOCKS |= {
     "speed cpu-amx": lambda: speed_block("cpu-amx"),
@@ -475,7 +456,6 @@ BLOCKS |= {
     "bf16": bf16_block,
     "saving": saving_block,
     "steps": steps_block,
-    "scans": scans_block,
 }
 for tag in re.findall(r"<!-- gain (\w+) -->", (ROOT / "docs" / "performance.md").read_text()):
     BLOCKS[f"gain {tag}"] = lambda tag=tag: gain_block(tag)

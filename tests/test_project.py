@@ -125,8 +125,6 @@ def test_run_sh_help_lists_every_command_and_refuses_others():
 def test_the_sweep_trains_every_published_run(tmp_path):
     """A copy of run.sh, in which nothing is to be installed and python only prints what it was told."""
     shutil.copy(ROOT / "run.sh", tmp_path)
-    (tmp_path / "benchmark").mkdir()
-    shutil.copy(ROOT / "benchmark" / "sweep.sh", tmp_path / "benchmark")
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
