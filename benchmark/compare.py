@@ -64,11 +64,13 @@ def gpu_names() -> list[str]:
 def machine() -> dict:
     """What a figure depends on besides the code."""
     cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    names = re.findall(r"model name\s*: (.*)", text)
+    avx512 = f" {'with' if ' avx512f ' in text else 'without'} AVX-512"
     gpus = gpu_names()
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": names[0] + avx512 if names else platform.processor(),
         "cores": os.cpu_count(),
         "gpu": next(iter(gpus), None),
         "gpus": len(gpus),

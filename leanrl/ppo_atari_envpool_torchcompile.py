@@ -440,6 +440,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if args.cudagraphs and not on_gpu:  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
+    if args.bf16 and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":  # perf[bf16]
+        print("warning: this CPU is many times slower in bfloat16; leave --bf16 out.", file=sys.stderr)
     run_dir, writer = start_run(args)
     num_actions = int(pools[0].action_space.n)
     # perf[pinned] pinned memory: the copies do not wait

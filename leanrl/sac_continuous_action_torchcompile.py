@@ -440,6 +440,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if args.cudagraphs and not on_gpu:  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
+    if args.bf16 and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":  # perf[bf16]
+        print("warning: this CPU is many times slower in bfloat16; leave --bf16 out.", file=sys.stderr)
     run_dir, writer = start_run(args)
     low = torch.as_tensor(action_space.low.ravel(), dtype=torch.float32, device=device)
     high = torch.as_tensor(action_space.high.ravel(), dtype=torch.float32, device=device)
@@ -535,8 +537,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses
 
     def update() -> Tensor:  # perf[capture] a graph is a function with one result: all losses, stacked
-        losses, _ = learn_critics()
-        return torch.stack(list(losses.values()))
+        return torch.stack(list(learn_critics()[0].values()))
 
     def update_with_actor() -> Tensor:
         losses, batch = learn_critics()

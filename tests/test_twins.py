@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import sys
 import time
 from types import SimpleNamespace
 
@@ -192,6 +193,18 @@ def test_cudagraphs_without_a_gpu_warns_in_one_line_and_goes_on(monkeypatch, cap
     lines = [line for line in capsys.readouterr().err.splitlines() if "cudagraphs" in line]
     assert lines == ["warning: --cudagraphs needs a GPU; going on without."]
     assert '"cudagraphs": false' in (run.run_dir / "summary.json").read_text()  # what ran, not what was asked for
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+@pytest.mark.parametrize("twin", ["sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool"])
+def test_a_cpu_that_is_slow_in_bfloat16_is_named(monkeypatch, capsys, twin, capability):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(load(f"{twin}_torchcompile"), "start_run", lambda args: sys.exit())  # what precedes is enough
+    with pytest.raises(SystemExit):
+        train(monkeypatch, f"{twin}_torchcompile", **tiny(f"{twin}_torchcompile"), bf16=True)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "bf16" in line]
+    warning = "warning: this CPU is many times slower in bfloat16; leave --bf16 out."
+    assert lines == [warning] * (capability == "AVX2")
 
 
 @pytest.mark.parametrize("twin", [twin for _, twin in TWINS])
