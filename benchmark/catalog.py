@@ -60,6 +60,8 @@ SWING_UP |= {"gamma": 0.95, "tau": 0.02}
 OFF_POLICY = {"total_timesteps": 1024, "learning_starts": 900, "batch_size": 32, "buffer_size": 700}
 OFF_POLICY_SAVING = {"total_timesteps": 300, "learning_starts": 50, "checkpoint_interval": 100, "buffer_size": 100}
 CUE = {"env_id": "CueEnv-v0", "num_envs": 16, "num_steps": 32, "hidden_size": 32}
+MEMORY = {"env_id": "CartPole-v1", "num_envs": 2, "num_minibatches": 1, "update_epochs": 2, "hidden_size": 16}
+MEMORY |= {"total_timesteps": 1024}
 ATARI = {"env_id": "Breakout-v5", "num_envs": 2, "update_epochs": 2, "total_timesteps": 1024}
 
 CATALOG = {
@@ -132,13 +134,25 @@ CATALOG = {
         requirements="memory",
         policy="LRUAgent",
         losses=PPO_LOSSES,
-        tiny={"env_id": "CartPole-v1", "num_envs": 2, "num_minibatches": 1, "update_epochs": 2, "hidden_size": 16}
-        | {"total_timesteps": 1024},
+        tiny=MEMORY,
         saving={"num_steps": 16, "total_timesteps": 16 * 6 * 2, "checkpoint_interval": 64},
         # an episode pays 1 or -1, each as often without a memory
         gate=(CUE | {"total_timesteps": 20_480, "learning_rate": 3e-3}, 0.9, 0.9),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=1,
+        peers=peers.RECURRENT_PPO,
+    ),
+    "ppo_rnn": Script(
+        env_id="popgym:popgym-RepeatPreviousEasy-v0",
+        steps=40_960,
+        requirements="memory",
+        policy="RNNAgent",
+        losses=PPO_LOSSES,
+        tiny=MEMORY,
+        saving={"num_steps": 16, "total_timesteps": 16 * 6 * 2, "checkpoint_interval": 64},
+        gate=(CUE | {"total_timesteps": 20_480, "learning_rate": 3e-3}, 0.9, 0.9),
+        adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
+        graphs=3,  # the update, and of the recurrence a step and its gradient
         peers=peers.RECURRENT_PPO,
     ),
     "ppo_atari_envpool": Script(

@@ -41,7 +41,7 @@ LEAF = '{"type": null, "context": null, "children_spec": []}'
 LEAVES = f"{re.escape(LEAF)}(, {re.escape(LEAF)})?"  # the memory of a policy that has one comes second
 OPERATIONS = "add|sub|rsub|neg|mul|div|clip|exp|sqrt|tanh|relu|silu|sigmoid|linear|matmul|conv2d|argmax|one_hot|gt|sum"
 OPERATIONS += "|complex|polar|real|imag|cat|stack|unbind|chunk|split|split_with_sizes|select|slice|squeeze|unsqueeze"
-OPERATIONS += "|flatten|to|_assert_tensor_metadata"
+OPERATIONS += "|flatten|to|alias|_assert_tensor_metadata"
 ROWS = r"Symbol\('s\d{1,9}', positive=True, integer=True\)"
 SAFE_TEXT = {
     "expr_str": rf"\d{{1,18}}|{ROWS}|Mul\(Integer\(\d{{1,18}}\), {ROWS}\)",  # a number, also a multiple of the rows

@@ -9,13 +9,15 @@ from conftest import ALL_SCRIPTS, ROOT, load
 CLEANRL = json.loads((ROOT / "tests" / "cleanrl_flags.json").read_text())
 ABSENT = {"capture_video", "upload_model", "hf_entity"}  # of CleanRL, without a counterpart here
 COMPUTED = {"batch_size", "minibatch_size", "num_iterations"}  # by CleanRL at run time; PPO has them as locals
-COUNTERPARTS = {"ppo_lru": "ppo_atari_lstm"}  # of CleanRL's, where its name is another
+COUNTERPARTS = dict.fromkeys(["ppo_lru", "ppo_rnn"], "ppo_atari_lstm")  # of CleanRL's, where its name is another
+OF_MEMORY = {"env_id": "popgym:popgym-RepeatPreviousEasy-v0", "total_timesteps": 500_000, "learning_rate": 1e-3}
+OF_MEMORY |= {"num_envs": 32, "clip_coef": 0.2}
 OTHER_DEFAULTS = {  # script -> flag -> our default
     "td3_continuous_action": {"env_id": "HalfCheetah-v4"},
     "sac_continuous_action": {"env_id": "HalfCheetah-v4"},
     "ppo_atari_multigpu": {"env_id": "Breakout-v5", "backend": None},
-    "ppo_lru": {"env_id": "popgym:popgym-RepeatPreviousEasy-v0", "total_timesteps": 500_000}
-    | {"learning_rate": 1e-3, "num_envs": 32, "clip_coef": 0.2},
+    "ppo_lru": OF_MEMORY,
+    "ppo_rnn": OF_MEMORY,
 }
 OF_RANKS = {"device_ids", "world_size", "num_envs", "local_batch_size", "local_minibatch_size"}  # torchrun says them
 OURS = {"device", "tf32", "checkpoint_interval", "resume"}  # in every script; torchrun says the device of a rank
@@ -23,6 +25,8 @@ OURS_OF = {
     "_torchcompile": {"compile", "cudagraphs"},
     "ppo_lru": {"hidden_size", "reward_scale"},
     "ppo_lru_torchcompile": {"hidden_size", "reward_scale"},
+    "ppo_rnn": {"cell", "hidden_size", "reward_scale"},
+    "ppo_rnn_torchcompile": {"cell", "hidden_size", "reward_scale"},
     "ppo_atari_envpool_torchcompile": {"env_groups", "bf16"},
     "td3_continuous_action_torchcompile": {"bf16"},
     "sac_continuous_action_torchcompile": {"bf16"},

@@ -53,6 +53,7 @@ STRINGS = {
     "env_id": [*ENVS, *TEXTS, "no_such_package:X-v0", ":x", "CartPole-v99"],
     "device": ["cpu", "cpu:0", "cpu:7", "cuda", "cuda:99", "meta", *TEXTS],
     "resume": ["auto", ".", "nowhere/checkpoint.pt", *TEXTS],
+    "cell": ["gru", "lstm", "GRU", *TEXTS],
     "exp_name": TEXTS,
     "wandb_project_name": TEXTS,
     "wandb_entity": TEXTS,
@@ -119,7 +120,7 @@ def test_any_command_line_trains_or_is_refused_with_a_sentence(name, monkeypatch
             reasons = r"(losses/|parameter )\S+ is (nan|-?inf) at step \d+; |too little memory; lower "
             assert re.match(rf"\s*error: ({reasons})", code)
         elif code == 2:
-            assert last.startswith("error: ") or last.startswith("╰"), last  # tyro draws a box
+            assert last.startswith(("error: ", "╰", "  For full helptext")), last  # tyro draws a box around long texts
         else:
             assert code == 0
         assert time.monotonic() - started < 20

@@ -1,13 +1,15 @@
 """Recurrent policies: the memory is that of the episode, in a rollout as in a minibatch, and it is of use."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from catalog import CATALOG
 from conftest import MEMORY, load, train
 from test_scripted_env import DONE, OBS, REWARD, TERMINATED, VALID
+from torch.func import grad_and_value
 
-LRU = ["ppo_lru", "ppo_lru_torchcompile"]
 SMALL = {"hidden_size": 16, "num_minibatches": 1, "update_epochs": 1, "num_envs": 1}
 RESETS = {"env_id": "DiscreteScriptedEnv-v0", "num_envs": 4, "num_steps": 25, "num_minibatches": 2}
 RESETS |= {"hidden_size": 16, "learning_rate": 0.1, "update_epochs": 2, "total_timesteps": 4 * 25 * 3}
@@ -37,13 +39,14 @@ def largest_ratios(monkeypatch, name: str, fault=None) -> list[float]:
     A fault changes what the update gets: the factors that keep the memory, and the state at the start of the rollout.
     """
     script = load(name)
-    recurrence = "lru_scan" if hasattr(script, "lru_scan") else "lru"
+    recurrence = next(function for function in ("recur", "lru_scan", "lru") if hasattr(script, function))
     original = getattr(script, recurrence)
 
-    def faulty(log_radius, angle, drive, keep, state):
-        if fault and len(drive) > 1:
+    def faulty(*inputs):
+        *others, keep, state = inputs
+        if fault and len(keep) > 1:
             keep, state = fault(keep, state)
-        return original(log_radius, angle, drive, keep, state)
+        return original(*others, keep, state)
 
     with monkeypatch.context() as patch:
         patch.setattr(script, recurrence, faulty)
@@ -74,6 +77,13 @@ def test_the_first_update_meets_the_policy_that_has_acted(monkeypatch, name):
 @pytest.mark.parametrize("name", MEMORY)
 def test_the_ratio_shows_a_planted_fault(monkeypatch, name, fault):
     assert max(largest_ratios(monkeypatch, name, FAULTS[fault])) > 1e-4
+
+
+def new_agent(name: str, input_dim: int, num_actions: int, *cell: str) -> tuple[torch.nn.Module, int]:
+    """An agent of 16 units as the script makes it, and the size of its state."""
+    cell = cell or (("gru",) if "rnn" in name else ())
+    agent = getattr(load(name), CATALOG[name.removesuffix("_torchcompile")].policy)(input_dim, num_actions, 16, *cell)
+    return agent, getattr(agent, "state_dim", 2 * 16)
 
 
 def problem(T: int, N: int = 3, H: int = 5) -> list[torch.Tensor]:
@@ -125,6 +135,83 @@ def test_nothing_leaks_from_an_episode_into_the_next(function):
     assert (gradient[:5] == 0).all() and (gradient[5:] != 0).all()
 
 
+CELLS = {"gru": (3, 1, torch.nn.GRU), "lstm": (4, 2, torch.nn.LSTM)}  # gates and parts of the state, in units
+
+
+def sequence(cell: str, T: int, N: int = 3, H: int = 5) -> list[torch.Tensor]:
+    """Random arguments of recur(), in float64, with resets."""
+    gates, parts, _ = CELLS[cell]
+    _, _, _, keep, _ = problem(T)
+    generator = torch.Generator().manual_seed(T)
+    shapes = (gates * H, H), (T, N, gates * H), (N, parts * H)
+    weight, gates_x, state = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    return [weight, gates_x, keep, state]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_cells_are_pytorchs(cell):
+    """Without resets; PyTorch adds the gates of the input, here the input itself, and a bias of the state, here 0."""
+    script = load("ppo_rnn")
+    weight, gates_x, keep, state = sequence(cell, 7)
+    module = CELLS[cell][2](gates_x.shape[-1], 5).double()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+        module.weight_hh_l0.copy_(weight)
+        module.weight_ih_l0.copy_(torch.eye(len(weight)))
+        first = state[None] if cell == "gru" else tuple(x[None].contiguous() for x in state.chunk(2, -1))
+        expected, _ = module(gates_x, first)
+    states = script.recur(getattr(script, cell), weight, gates_x, torch.ones_like(keep), state)
+    torch.testing.assert_close(states[..., :5], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_operator_computes_what_the_loop_computes(cell):
+    """Value and gradients; whatever T is, a piece of four steps is compiled once, and so is its gradient."""
+    script = load("ppo_rnn_torchcompile")
+    step = getattr(script, cell)
+    weight, _, _, state = sequence(cell, 1)
+    compiled = []
+
+    def backend(graph, inputs, options=None):
+        compiled.append(graph)
+        return graph
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+        operator = script.as_operator(step, 4, weight, state, {})
+    for T in (4, 8, 12):
+        outcomes = []
+        for function in (script.recur, operator):
+            inputs = sequence(cell, T)
+            factor = torch.randn(T, *state.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+            def loss(weight, gates_x, state, function=function, keep=inputs[2], factor=factor):
+                states = function(step, weight, gates_x, keep, state)
+                return (states * factor).sum(), states
+
+            grads, (_, states) = grad_and_value(loss, argnums=(0, 1, 2), has_aux=True)(*inputs[:2], inputs[3])
+            outcomes.append([states, *grads])
+        for a, b in zip(*outcomes, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_cell_leaks_from_an_episode_into_the_next(cell):
+    script = load("ppo_rnn")
+    weight, gates_x, keep, state = sequence(cell, 12)
+    keep[:] = 1
+    keep[5] = 0  # an episode starts
+    run = partial(script.recur, getattr(script, cell), weight)
+    states = run(gates_x.requires_grad_(), keep, state)
+    other = gates_x.detach().clone()
+    other[:5] += 100
+    assert torch.equal(run(other, keep, state + 100)[5:], states[5:])
+    (gradient,) = torch.autograd.grad(states[5:].sum(), gates_x)
+    assert (gradient[:5] == 0).all() and (gradient[6:] != 0).all()  # gates of a zero state are idle
+
+
 @pytest.mark.parametrize("name", MEMORY)
 def test_transitions_and_advantages_are_those_worked_out_by_hand(monkeypatch, name):
     """The numbers of test_scripted_env.py; V(s) = 100 episode + 10 step. A row holds the previous action, too."""
@@ -168,13 +255,12 @@ def test_transitions_and_advantages_are_those_worked_out_by_hand(monkeypatch, na
 @pytest.mark.parametrize("name", MEMORY)
 def test_a_value_knows_its_episode_and_no_other(monkeypatch, name):
     """Through both rollouts, and at its last observation, from which a truncation is bootstrapped."""
-    script = load(name)
     gaes = spied(monkeypatch, name, "gae")
     losses = spied(monkeypatch, name, "ppo_loss")
     run = train(
         monkeypatch, name, env_id="DiscreteScriptedEnv-v0", **SMALL, num_steps=5, total_timesteps=10, learning_rate=0.0
     )
-    agent = getattr(script, CATALOG[name.removesuffix("_torchcompile")].policy)(3 + 3, 3, 16)
+    agent, size = new_agent(name, 3 + 3, 3)
     agent.load_state_dict(run.parameters)
     inputs = torch.cat([batch["inputs"] for (_, _, _, batch, _), _ in losses])
     values = torch.cat([value[:-1, 0] for (_, value, *_), _ in gaes])
@@ -183,7 +269,7 @@ def test_a_value_knows_its_episode_and_no_other(monkeypatch, name):
     )  # the value after a rollout is the next's first
     starts = [0, 3, 7, 9]  # rows of first observations; the row before shows the last one of the episode before
     for start, end in zip(starts, [*starts[1:], 10]):
-        _, expected, _ = agent(inputs[start:end], torch.zeros(1, 32))
+        _, expected, _ = agent(inputs[start:end], torch.zeros(1, size))
         torch.testing.assert_close(values[start:end], expected[:, 0].detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -196,30 +282,32 @@ def test_an_epoch_meets_each_env_once(monkeypatch, name):
 
 
 @pytest.mark.slow
-def test_the_same_agent_without_memory_cannot_solve_the_problem(monkeypatch):
+@pytest.mark.parametrize(("name", "recurrence"), [("ppo_lru", "lru"), ("ppo_rnn", "recur")])
+def test_the_same_agent_without_memory_cannot_solve_the_problem(monkeypatch, name, recurrence):
     """With it, it does: test_learning.py."""
-    script = load("ppo_lru")
-    lru = script.lru
-    monkeypatch.setattr(script, "lru", lambda *inputs: lru(*inputs[:3], inputs[3] * 0, inputs[4]))
-    run = train(monkeypatch, "ppo_lru", seed=1, **CATALOG["ppo_lru"].gate[0])
+    script = load(name)
+    original = getattr(script, recurrence)
+    monkeypatch.setattr(script, recurrence, lambda *inputs: original(*inputs[:3], inputs[3] * 0, inputs[4]))
+    run = train(monkeypatch, name, seed=1, **CATALOG[name].gate[0])
     assert run.metrics["episodic_return"] < 0.3
 
 
-@pytest.mark.parametrize("name", LRU)
-def test_an_exported_policy_acts_as_in_training(monkeypatch, name):
+@pytest.mark.parametrize(("name", "cell"), [*((name, None) for name in MEMORY), ("ppo_rnn", "lstm")])
+def test_an_exported_policy_acts_as_in_training(monkeypatch, name, cell):
     """Row by row, from a memory of zeros: the actions that the agent finds most probable in whole episodes."""
-    run = train(monkeypatch, name, env_id="CueEnv-v0", **SMALL, num_steps=32, total_timesteps=320, save_model=True)
-    agent = load(name).LRUAgent(4 + 2, 2, 16)
+    flags = SMALL | {"num_steps": 32, "total_timesteps": 320, "save_model": True} | ({"cell": cell} if cell else {})
+    run = train(monkeypatch, name, env_id="CueEnv-v0", **flags)
+    agent, size = new_agent(name, 4 + 2, 2, *([cell] if cell else []))
     agent.load_state_dict(run.parameters)
     policy = torch.export.load(run.run_dir / "policy.pt2").module()
     obs = torch.nn.functional.one_hot(torch.randint(4, (20, 3)), 4).float()
-    memory = torch.zeros(3, 2 * 16 + 2)
+    memory = torch.zeros(3, size + 2)
     previous_action = torch.zeros(3, 2)
     inputs = torch.zeros(0, 3, 6)
     for row in obs:
         inputs = torch.cat([inputs, torch.cat([row, previous_action], -1)[None]])
         action, memory = policy(row, memory)
-        logits, _, state = agent(inputs, torch.zeros(3, 32))
+        logits, _, state = agent(inputs, torch.zeros(3, size))
         assert torch.equal(action, logits[-1].argmax(-1))
         previous_action = torch.nn.functional.one_hot(action, 2).float()
         torch.testing.assert_close(memory, torch.cat([state, previous_action], -1), rtol=1e-4, atol=1e-5)

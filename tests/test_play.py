@@ -14,11 +14,12 @@ import numpy as np
 import play
 import pytest
 import torch
-from conftest import ROOT, train
+from conftest import MEMORY, ROOT, train
 from torch import nn
 
 GAMES = {"ppo_continuous_action": "Pendulum-v1", "dqn": "CartPole-v1", "ppo_atari_envpool": "Pong-v5"}
-GAMES |= {"ppo_lru": "CartPole-v1", "td3_continuous_action": "Pendulum-v1", "sac_continuous_action": "Pendulum-v1"}
+GAMES |= {"ppo_lru": "CartPole-v1", "ppo_rnn": "CartPole-v1"}
+GAMES |= {"td3_continuous_action": "Pendulum-v1", "sac_continuous_action": "Pendulum-v1"}
 
 
 class Pushes(nn.Module):
@@ -70,7 +71,7 @@ def played(path: Path, *flags) -> dict:
 def test_a_policy_plays_in_a_new_process_as_here(monkeypatch, name, own_folder):
     """Of a script of each kind, after a run of moments: the same seed gives the same returns, another gives others."""
     sizes = {"num_steps": 128, "total_timesteps": 256} if "ppo" in name else {"total_timesteps": 200}
-    sizes |= {"num_minibatches": 2} if name == "ppo_lru" else {}
+    sizes |= {"num_minibatches": 2} if name in MEMORY else {}
     run = train(monkeypatch, name, env_id=GAMES[name], num_envs=2, save_model=True, **sizes)
     path = run.run_dir / "policy.pt2"
     episodes = 1 if "atari" in name else 2
