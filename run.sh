@@ -62,19 +62,19 @@ case ${1:-} in
     python benchmark/compare.py --out benchmark/results/cpu
     for tool in phases ablate scale; do python benchmark/$tool.py --out benchmark/results/$tool; done
     for tool in saving steps; do python benchmark/$tool.py; done
-    run="python benchmark/returns.py"
+    run="python benchmark/returns.py" modes="--modes eager compile compile+bf16"
     $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
     $run ppo_continuous_action --modes eager --seeds 1
     $run ppo_continuous_action --modes compile eager sbx --seeds 1 --out benchmark/results/race
-    $run td3_continuous_action --total-timesteps 200000 --modes eager compile compile+bf16
-    $run sac_continuous_action --total-timesteps 200000 --modes eager compile compile+bf16
+    $run td3_continuous_action --total-timesteps 200000 $modes
+    $run sac_continuous_action --total-timesteps 200000 $modes
     $run dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds $(seq 10)
-    memory=$(echo popgym:popgym-{RepeatPrevious,PositionOnlyCartPole}Easy-v0)
+    memory=$(echo popgym:popgym-{RepeatPrevious{Easy,Medium},{PositionOnlyCartPole,CountRecall,Autoencode}Easy}-v0)
     $run ppo_lru --env-ids $memory --total-timesteps 300000 --seeds $(seq 5)
     $run ppo_lru --env-ids $memory --total-timesteps 300000 --patch benchmark/ablations/ppo_lru/no-memory.patch
+    $run ppo_rnn --env-ids $memory --total-timesteps 300000 --modes compile sb3-contrib
     $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
-    $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 1000000 --modes eager compile compile+bf16
-    $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 2500000 --modes eager compile compile+bf16 --seeds 1
+    for n in 1000000 2500000; do $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps $n $modes; done
     $run ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --modes "2 ranks" --seeds 1
     exec python benchmark/plot.py ;;
 esac
