@@ -11,7 +11,7 @@
 Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
 Fast twin: ppo_rnn_torchcompile.py. `diff -u` the two files to see what makes it faster.
 To learn the algorithm, read recur(), RNNAgent, gae(), ppo_loss() and train(). The rest is plumbing.
-Shapes: T = num_steps, N = num_envs; O = size of an observation, A = number of actions, H = hidden_size, S = state.
+Shapes: T = num_steps, N = num_envs; O, A = sizes of observation and action, H = hidden_size, S = H (GRU) or 2H.
 1. Nothing is padded: where an episode starts, a factor of 0 drops the memory (picture: docs/memory.md).
 2. A minibatch holds whole rollouts of some envs, and starts from the state with which the policy acted.
 3. Gradients reach to the start of the rollout, the memory further. Truncations are bootstrapped.
@@ -152,7 +152,7 @@ def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
 
 
 def gru(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
-    """A step of a gated recurrent unit (Cho et al. 2014): weight (3H, H), gates_x (N, 3H), state (N, H) -> (N, H)."""
+    """A step of a GRU (Cho et al. 2014, in PyTorch's form): weight (3H, H), gates_x (N, 3H), state (N, H) -> (N, H)."""
     reset_x, update_x, new_x = gates_x.chunk(3, -1)
     reset_h, update_h, new_h = F.linear(state, weight).chunk(3, -1)
     new = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
@@ -160,7 +160,7 @@ def gru(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
 
 
 def lstm(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
-    """A step of long short-term memory (Gers et al. 2000): 4H gates, and a state (N, 2H) of output and cell."""
+    """A step of an LSTM (Gers et al. 2000): weight (4H, H), gates_x (N, 4H), state (N, 2H): output and cell."""
     output, cell = state.chunk(2, -1)
     i, f, g, o = (gates_x + F.linear(output, weight)).chunk(4, -1)  # the gates of input, forgetting, cell and output
     cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
@@ -168,7 +168,7 @@ def lstm(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
 
 
 def recur(step, weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor) -> Tensor:
-    """Takes a step for each row of gates_x, and returns all states (T, N, S); it forgets where keep (T, N, 1) is 0."""
+    """Takes T steps from state (N, S), and returns all states (T, N, S). Where keep (T, N, 1) is 0, it forgets."""
     states = [state]
     for gates_t, keep_t in zip(gates_x.unbind(), keep.unbind()):
         states.append(step(weight, gates_t, keep_t * states[-1]))

@@ -12,7 +12,7 @@
 Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
 Plain twin: ppo_rnn.py. docs/performance.md explains each perf[name].
 To learn the algorithm, read recur(), RNNAgent, gae(), ppo_loss() and train(). The rest is plumbing.
-Shapes: T = num_steps, N = num_envs; O = size of an observation, A = number of actions, H = hidden_size, S = state.
+Shapes: T = num_steps, N = num_envs; O, A = sizes of observation and action, H = hidden_size, S = H (GRU) or 2H.
 1. Nothing is padded: where an episode starts, a factor of 0 drops the memory (picture: docs/memory.md).
 2. A minibatch holds whole rollouts of some envs, and starts from the state with which the policy acted.
 3. Gradients reach to the start of the rollout, the memory further. Truncations are bootstrapped.
@@ -163,7 +163,7 @@ def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
 
 
 def gru(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
-    """A step of a gated recurrent unit (Cho et al. 2014): weight (3H, H), gates_x (N, 3H), state (N, H) -> (N, H)."""
+    """A step of a GRU (Cho et al. 2014, in PyTorch's form): weight (3H, H), gates_x (N, 3H), state (N, H) -> (N, H)."""
     reset_x, update_x, new_x = gates_x.chunk(3, -1)
     reset_h, update_h, new_h = F.linear(state, weight).chunk(3, -1)
     new = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
@@ -171,7 +171,7 @@ def gru(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
 
 
 def lstm(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
-    """A step of long short-term memory (Gers et al. 2000): 4H gates, and a state (N, 2H) of output and cell."""
+    """A step of an LSTM (Gers et al. 2000): weight (4H, H), gates_x (N, 4H), state (N, 2H): output and cell."""
     output, cell = state.chunk(2, -1)
     i, f, g, o = (gates_x + F.linear(output, weight)).chunk(4, -1)  # the gates of input, forgetting, cell and output
     cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
@@ -179,7 +179,7 @@ def lstm(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
 
 
 def recur(step, weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor) -> Tensor:
-    """Takes a step for each row of gates_x, and returns all states (T, N, S); it forgets where keep (T, N, 1) is 0."""
+    """Takes T steps from state (N, S), and returns all states (T, N, S). Where keep (T, N, 1) is 0, it forgets."""
     states = [state]
     for gates_t, keep_t in zip(gates_x.unbind(), keep.unbind()):
         states.append(step(weight, gates_t, keep_t * states[-1]))
@@ -188,49 +188,56 @@ def recur(step, weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor) ->
 
 # perf[operator] a sequence is one operator, which runs compiled pieces of C steps: a compiler would unroll all T steps
 def as_operator(step, T: int, weight: Tensor, state: Tensor, options: dict):
-    """Returns what computes recur() for this step, for T steps, and for a weight and a state of these shapes."""
+    """Returns what computes recur() for this step, T steps, and a weight and a state (N, S) of these shapes."""
     name = step.__name__
     C = max(c for c in range(1, 9) if T % c == 0)
 
     def piece(weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor) -> Tensor:
         return recur(step, weight, gates_x, keep, state)
 
-    def gradient(grad, grad_weight, grad_state, *inputs):  # of a piece; the latter two are sums over later pieces
+    def gradient(grad, weight_grad, state_grad, *inputs):
+        """One piece back: grad (C, N, S) is of its states, the other two come from the pieces that follow it."""
         _, backward = vjp(piece, *inputs)
-        grads = backward(torch.cat([grad[:-1], grad[-1:] + grad_state]))
-        return grad_weight + grads[0], grads[1], grads[3]
+        grads = backward(torch.cat([grad[:-1], grad[-1:] + state_grad]))
+        return weight_grad + grads[0], grads[1], grads[3]
 
-    unguarded = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # no shape ever changes
-    states = state.expand(C, *state.shape)
+    def compiled(function, examples: list[Tensor]):
+        graph = make_fx(function)(*[x.clone() for x in examples])  # a tensor that is given twice would be one input
+        unguarded = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # perf[guards] no shape ever changes
+        return torch.compile(graph, dynamic=False, options=options | unguarded)
+
     gates = weight.new_zeros(C, len(state), len(weight))
-    examples = [x.clone() for x in (states, weight, state, weight, gates, gates[..., :1], state)]
-    gradient = torch.compile(make_fx(gradient)(*examples), dynamic=False, options=options | unguarded)
-    piece_compiled = torch.compile(piece, dynamic=False, options=options | unguarded)
+    inputs = [weight, gates, gates[..., :1], state]
+    piece_back = compiled(gradient, [state.expand(C, *state.shape), weight, state, *inputs])
+    piece = compiled(piece, inputs)
 
     @torch.library.custom_op(f"leanrl::{name}", mutates_args=())
-    def forward(weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor) -> Tensor:
-        pieces = [state[None]]
+    def run(weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor) -> Tensor:
+        states = [state[None]]
         for gates_c, keep_c in zip(gates_x.split(C), keep.split(C)):
-            pieces.append(piece_compiled(weight, gates_c, keep_c, pieces[-1][-1]))
-        return torch.cat(pieces[1:])
+            states.append(piece(weight, gates_c, keep_c, states[-1][-1]))
+        return torch.cat(states[1:])
 
-    @torch.library.custom_op(f"leanrl::{name}_backward", mutates_args=())
-    def backward(
+    @torch.library.custom_op(f"leanrl::{name}_back", mutates_args=())
+    def run_back(
         grad: Tensor, states: Tensor, weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor
     ) -> list[Tensor]:
         first = torch.cat([state[None], states[C - 1 : -1 : C]])  # the state at the start of each piece
-        grad_weight, grad_gates, grad_state = (torch.zeros_like(x) for x in (weight, gates_x, state))
-        rows = zip(grad.split(C), gates_x.split(C), keep.split(C), first, grad_gates.split(C))
-        for grad_c, gates_c, keep_c, first_c, grad_gates_c in reversed(list(rows)):
+        pieces = zip(grad.split(C), gates_x.split(C), keep.split(C), first)
+        weight_grad = torch.zeros_like(weight)
+        state_grad = torch.zeros_like(state)
+        gates_grads = []
+        for grad_c, gates_c, keep_c, first_c in reversed(list(pieces)):
             inputs = weight, gates_c, keep_c, first_c
-            grad_weight, grad_gates_c[:], grad_state = gradient(grad_c, grad_weight, grad_state, *inputs)
-        return [grad_weight, grad_gates, grad_state]
+            weight_grad, gates_grad, state_grad = piece_back(grad_c, weight_grad, state_grad, *inputs)
+            gates_grads.append(gates_grad)
+        return [weight_grad, torch.cat(gates_grads[::-1]), state_grad]
 
     # the shapes of the results, for the compiler
-    forward.register_fake(lambda weight, gates_x, keep, state: state.new_empty(len(gates_x), *state.shape))
-    backward.register_fake(lambda grad, states, *inputs: [torch.empty_like(inputs[i]) for i in (0, 1, 3)])
+    run.register_fake(lambda weight, gates_x, keep, state: state.new_empty(len(gates_x), *state.shape))
+    run_back.register_fake(lambda grad, states, *inputs: [torch.empty_like(inputs[i]) for i in (0, 1, 3)])
 
-    class Recurrence(torch.autograd.Function):
+    class Recurrence(torch.autograd.Function):  # says that one operator is the gradient of the other
         @staticmethod
         def forward(*inputs: Tensor) -> Tensor:
             return getattr(torch.ops.leanrl, name)(*inputs)
@@ -241,8 +248,8 @@ def as_operator(step, T: int, weight: Tensor, state: Tensor, options: dict):
 
         @staticmethod
         def backward(ctx, grad: Tensor) -> tuple:
-            with torch.no_grad():
-                grads = getattr(torch.ops.leanrl, f"{name}_backward")(grad, *ctx.saved_tensors)
+            with torch.no_grad():  # the gradient has none of its own
+                grads = getattr(torch.ops.leanrl, f"{name}_back")(grad, *ctx.saved_tensors)
             return grads[0], grads[1], None, grads[2]
 
     return lambda _, *inputs: Recurrence.apply(*inputs)

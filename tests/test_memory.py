@@ -127,12 +127,13 @@ def test_nothing_leaks_from_an_episode_into_the_next(function):
     keep[:] = 1
     keep[5] = 0  # an episode starts
     drive.requires_grad_()
+    state.requires_grad_()
     states = function(*numbers, drive, keep, state)
     other = drive.detach().clone()
     other[:5] += 100
     assert torch.equal(function(*numbers, other, keep, state + 100)[5:], states[5:])
-    (gradient,) = torch.autograd.grad(states[5:].sum(), drive)
-    assert (gradient[:5] == 0).all() and (gradient[5:] != 0).all()
+    gradient, gradient_of_state = torch.autograd.grad(states[5:].sum(), [drive, state])
+    assert (gradient[:5] == 0).all() and (gradient[5:] != 0).all() and (gradient_of_state == 0).all()
 
 
 CELLS = {"gru": (3, 1, torch.nn.GRU), "lstm": (4, 2, torch.nn.LSTM)}  # gates and parts of the state, in units
@@ -141,7 +142,7 @@ CELLS = {"gru": (3, 1, torch.nn.GRU), "lstm": (4, 2, torch.nn.LSTM)}  # gates an
 def sequence(cell: str, T: int, N: int = 3, H: int = 5) -> list[torch.Tensor]:
     """Random arguments of recur(), in float64, with resets."""
     gates, parts, _ = CELLS[cell]
-    _, _, _, keep, _ = problem(T)
+    _, _, _, keep, _ = problem(T, N)
     generator = torch.Generator().manual_seed(T)
     shapes = (gates * H, H), (T, N, gates * H), (N, parts * H)
     weight, gates_x, state = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes)
@@ -165,36 +166,40 @@ def test_the_cells_are_pytorchs(cell):
     torch.testing.assert_close(states[..., :5], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_the_operator_computes_what_the_loop_computes(cell):
-    """Value and gradients; whatever T is, a piece of four steps is compiled once, and so is its gradient."""
+@pytest.mark.parametrize("C", [1, 4, 7])
+def test_the_operator_computes_what_the_loop_computes(C):
+    """Value and gradients, of either cell and any number of envs in turn, as by several runs of a process.
+
+    A piece of C steps is compiled once, whatever T is, and so is its gradient.
+    """
     script = load("ppo_rnn_torchcompile")
-    step = getattr(script, cell)
-    weight, _, _, state = sequence(cell, 1)
     compiled = []
 
     def backend(graph, inputs, options=None):
         compiled.append(graph)
         return graph
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-        operator = script.as_operator(step, 4, weight, state, {})
-    for T in (4, 8, 12):
-        outcomes = []
-        for function in (script.recur, operator):
-            inputs = sequence(cell, T)
-            factor = torch.randn(T, *state.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for i, (cell, N) in enumerate([("gru", 3), ("lstm", 3), ("gru", 2)]):
+        step = getattr(script, cell)
+        weight, _, _, state = sequence(cell, 1, N)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+            operator = script.as_operator(step, C, weight, state, {})
+        for T in (C, 2 * C, 3 * C):
+            outcomes = []
+            for function in (script.recur, operator):
+                inputs = sequence(cell, T, N)
+                factor = torch.randn(T, *state.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-            def loss(weight, gates_x, state, function=function, keep=inputs[2], factor=factor):
-                states = function(step, weight, gates_x, keep, state)
-                return (states * factor).sum(), states
+                def loss(weight, gates_x, state, function=function, step=step, keep=inputs[2], factor=factor):
+                    states = function(step, weight, gates_x, keep, state)
+                    return (states * factor).sum(), states
 
-            grads, (_, states) = grad_and_value(loss, argnums=(0, 1, 2), has_aux=True)(*inputs[:2], inputs[3])
-            outcomes.append([states, *grads])
-        for a, b in zip(*outcomes, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert len(compiled) == 2
+                grads, (_, states) = grad_and_value(loss, argnums=(0, 1, 2), has_aux=True)(*inputs[:2], inputs[3])
+                outcomes.append([states, *grads])
+            for a, b in zip(*outcomes, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        assert len(compiled) == 2 * (i + 1)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -204,12 +209,13 @@ def test_no_cell_leaks_from_an_episode_into_the_next(cell):
     keep[:] = 1
     keep[5] = 0  # an episode starts
     run = partial(script.recur, getattr(script, cell), weight)
-    states = run(gates_x.requires_grad_(), keep, state)
+    states = run(gates_x.requires_grad_(), keep, state.requires_grad_())
     other = gates_x.detach().clone()
     other[:5] += 100
     assert torch.equal(run(other, keep, state + 100)[5:], states[5:])
-    (gradient,) = torch.autograd.grad(states[5:].sum(), gates_x)
-    assert (gradient[:5] == 0).all() and (gradient[6:] != 0).all()  # gates of a zero state are idle
+    gradient, gradient_of_state = torch.autograd.grad(states[5:].sum(), [gates_x, state])
+    assert (gradient[:5] == 0).all() and (gradient_of_state == 0).all()
+    assert (gradient[6:] != 0).all()  # gates of a zero state are idle
 
 
 @pytest.mark.parametrize("name", MEMORY)

@@ -63,6 +63,7 @@ def test_flags_off_computes_what_eager_computes(monkeypatch, eager, twin, sizes)
 # The sizes are those of test_checkpoints.py, so that the compiler finds in its cache what that one has compiled.
 COMPILED = [(twin, row(twin).saving | {"checkpoint_interval": 0, "num_envs": 2}) for _, twin in TWINS]
 COMPILED += [(ATARI[1], {"env_groups": 2, "num_envs": 4, "num_steps": 64})]
+COMPILED += [("ppo_rnn_torchcompile", dict(COMPILED)["ppo_rnn_torchcompile"] | {"cell": "lstm", "num_steps": 4})]
 
 
 @pytest.mark.parametrize(("twin", "flags"), COMPILED)
