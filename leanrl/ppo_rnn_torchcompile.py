@@ -66,7 +66,7 @@ class Args:
 
     env_id: str = "popgym:popgym-RepeatPreviousEasy-v0"  # any Gymnasium id with discrete actions
     total_timesteps: int = 500_000  # env steps, summed over all envs
-    learning_rate: float = 1e-3  # learning rate of Adam
+    learning_rate: float = 3e-3  # learning rate of Adam
     num_envs: int = 32  # number of envs, stepped one after the other
     num_steps: int = 128  # steps of each env per rollout, through which gradients flow
     cell: Literal["gru", "lstm"] = "gru"  # recurrent unit

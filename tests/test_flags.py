@@ -17,7 +17,7 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     "sac_continuous_action": {"env_id": "HalfCheetah-v4"},
     "ppo_atari_multigpu": {"env_id": "Breakout-v5", "backend": None},
     "ppo_lru": OF_MEMORY,
-    "ppo_rnn": OF_MEMORY,
+    "ppo_rnn": OF_MEMORY | {"learning_rate": 3e-3},
 }
 OF_RANKS = {"device_ids", "world_size", "num_envs", "local_batch_size", "local_minibatch_size"}  # torchrun says them
 OURS = {"device", "tf32", "checkpoint_interval", "resume"}  # in every script; torchrun says the device of a rank
