@@ -91,7 +91,7 @@ def is_ours(mode: str) -> bool:
 
 
 def curves(path: Path):
-    """One row an environment and length of training: return against steps and minutes, a thin line a seed.
+    """A panel for each environment and length of training: return against steps, a thin line a seed.
 
     A thick line is the mean of the seeds. What is published is shown where it took as many steps.
     """
@@ -104,36 +104,35 @@ def curves(path: Path):
     for file in sorted((RESULTS / "curves").glob("*.csv")):
         script, env_id, total_timesteps, mode = file.stem.split("__")
         panels_of[script, env_id, total_timesteps].append((mode.replace("-", " "), read_csv(file)))
-    figure, panels = plt.subplots(len(panels_of), 2, figsize=(9, 2.6 * len(panels_of)), squeeze=False)
-    for (left, right), ((script, env_id, total_timesteps), runs) in zip(panels, panels_of.items(), strict=True):
+    height = -(-len(panels_of) // 2)
+    figure, panels = plt.subplots(height, 2, figsize=(9, 2.4 * height), squeeze=False)
+    for panel in panels.flat[len(panels_of) :]:
+        panel.axis("off")
+    for panel, ((script, env_id, total_timesteps), runs) in zip(panels.flat, panels_of.items()):
         for mode, rows in runs:
-            color = {"eager": "#c05621", "compile+bf16": "#2f855a"}.get(mode, OURS)
+            color = {"eager": "#c05621", "compile+bf16": "#2f855a", "no memory": "#718096"}.get(mode, OURS)
             for seed in dict.fromkeys(row["seed"] for row in rows):
                 own = [row for row in rows if row["seed"] == seed]
                 returns = [float(row["episodic_return"]) for row in own]
-                left.plot([int(row["step"]) for row in own], returns, color=color, lw=0.8, alpha=0.4)
-                right.plot([float(row["seconds"]) / 60 for row in own], returns, color=color, lw=0.8)
+                panel.plot([int(row["step"]) for row in own], returns, color=color, lw=0.8, alpha=0.4)
             returns_at = defaultdict(list)
             for row in rows:
                 returns_at[int(row["step"])].append(float(row["episodic_return"]))
             steps = sorted(returns_at)
-            left.plot(steps, [fmean(returns_at[step]) for step in steps], color=color, lw=1.5, label=mode)
+            panel.plot(steps, [fmean(returns_at[step]) for step in steps], color=color, lw=1.5, label=mode)
         for published in read_csv(ROOT / "benchmark" / "published.csv"):
             if (published["script"], published["env_id"], published["steps"]) == (script, env_id, total_timesteps):
                 mean, std = float(published["mean"]), float(published["std"])
-                for panel in (left, right):
-                    panel.axhspan(mean - std, mean + std, color="#718096", alpha=0.2, lw=0)
-                left.plot([], [], color="#718096", alpha=0.4, lw=6, label="published, final")
-        left.set_title(f"{script}, {env_id}", loc="left", fontsize=9)
-        left.set_xlabel("environment steps", fontsize=8)
-        right.set_xlabel("minutes", fontsize=8)
-        left.legend(fontsize=7, frameon=False)
-        for panel in (left, right):
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.tick_params(labelsize=7)
+                panel.axhspan(mean - std, mean + std, color="#718096", alpha=0.2, lw=0)
+                panel.plot([], [], color="#718096", alpha=0.4, lw=6, label="published, final")
+        panel.set_title(f"{script}, {env_id.removeprefix('popgym_popgym-')}", loc="left", fontsize=8)
+        panel.legend(fontsize=7, frameon=False)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=7)
+    figure.supxlabel("environment steps", fontsize=8)
     figure.supylabel("mean episodic return", fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
 
 
