@@ -1,5 +1,6 @@
 """The benchmark measures what it says, and the documents show what it measured."""
 
+import importlib.util
 import inspect
 import json
 import os
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from catalog import CATALOG, TWIN
-from conftest import ALL_SCRIPTS, ROOT, SCRIPTS, load
+from conftest import ALL_SCRIPTS, ATARI, ROOT, SCRIPTS, ScriptedPool, load
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
@@ -46,6 +47,41 @@ def test_the_tricks_of_every_pair_can_be_taken_out(tmp_path):
             compile(path.read_text(), path, "exec")
         for suffix in ("", "_torchcompile"):
             compile(phases.timed((ROOT / "leanrl" / f"{script}{suffix}.py").read_text()), script, "exec")
+
+
+OFF_POLICY_SHORT = {"learning_starts": 50, "total_timesteps": 70}
+
+
+class Trained(Exception):
+    """Ends a run at its first report after an update."""
+
+
+@pytest.mark.parametrize("script", [name for name in CATALOG if f"{name}_torchcompile" in SCRIPTS])
+def test_a_script_with_a_trick_taken_out_trains(monkeypatch, tmp_path, script):
+    """Nothing is compiled here."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    for i, (mode, patch) in enumerate(ablate.variants(script).values()):
+        path = ablate.patched(script, mode, patch, tmp_path / f"{script}{i}")
+        spec = importlib.util.spec_from_file_location(f"{script}{i}", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look there
+        spec.loader.exec_module(module)
+        original = module.report
+
+        def report(losses, *rest, original=original):
+            metrics = original(losses, *rest)
+            if losses:
+                raise Trained
+            return metrics
+
+        module.report = report
+        if script in ATARI:
+            module.make_envs = ScriptedPool
+        flags = CATALOG[script].tiny | (OFF_POLICY_SHORT if "learning_starts" in CATALOG[script].tiny else {})
+        flags |= {"compile": True} if mode.startswith("compile") else {}
+        flags |= {"num_steps": 16} if script in ATARI else {}
+        with pytest.raises(Trained):
+            module.train(module.Args(**flags, device="cpu"))
 
 
 def test_scripts_have_the_names_that_the_benchmark_relies_on():
