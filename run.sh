@@ -10,7 +10,6 @@ usage() {
 ./run.sh play POLICY.PT2 [FLAGS]     play a trained policy, e.g. ./run.sh play runs/.../policy.pt2 --video
 ./run.sh compare [SCRIPT...] [FLAGS] measure modes beside Stable-Baselines3 and SBX, e.g. --pairs 5 --steps 81920
 ./run.sh sweep                       the commands behind every published number (hours), and the documents anew
-./run.sh help                        this text
 END
 }
 
@@ -66,13 +65,14 @@ case ${1:-} in
     $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
     $run ppo_continuous_action --modes eager --seeds 1
     $run ppo_continuous_action --modes compile eager sbx --seeds 1 --out benchmark/results/race
-    $run td3_continuous_action --total-timesteps 200000 $modes
-    $run sac_continuous_action --total-timesteps 200000 $modes
+    for script in {td3,sac}_continuous_action; do $run $script --total-timesteps 200000 $modes; done
     $run dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds $(seq 10)
     memory=$(echo popgym:popgym-{RepeatPrevious{Easy,Medium},{PositionOnlyCartPole,CountRecall,Autoencode}Easy}-v0)
     $run ppo_lru --env-ids $memory --total-timesteps 300000 --seeds $(seq 5)
     $run ppo_lru --env-ids $memory --total-timesteps 300000 --patch benchmark/ablations/ppo_lru/no-memory.patch
     $run ppo_rnn --env-ids $memory --total-timesteps 300000 --modes compile sb3-contrib
+    carts="popgym:popgym-PositionOnlyCartPoleEasy-v0 no_velocity:CartPoleNoVel-v1"
+    for patch in "" "--patch benchmark/ablations/dqn_lru/no-memory.patch"; do $run dqn_lru --env-ids $carts $patch; done
     $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
     for n in 1000000 2500000; do $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps $n $modes; done
     $run ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --modes "2 ranks" --seeds 1

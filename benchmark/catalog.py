@@ -62,6 +62,8 @@ OFF_POLICY_SAVING = {"total_timesteps": 300, "learning_starts": 50, "checkpoint_
 CUE = {"env_id": "CueEnv-v0", "num_envs": 16, "num_steps": 32, "hidden_size": 32}
 MEMORY = {"env_id": "CartPole-v1", "num_envs": 2, "num_minibatches": 1, "update_epochs": 2, "hidden_size": 16}
 MEMORY |= {"total_timesteps": 1024}
+SLICES = {"env_id": "CartPole-v1", "num_envs": 1, "train_frequency": 10, "target_network_frequency": 50}
+SLICES |= {"hidden_size": 16, "burn_in": 4, "seq_length": 8, "state_interval": 4}
 ATARI = {"env_id": "Breakout-v5", "num_envs": 2, "update_epochs": 2, "total_timesteps": 1024}
 
 CATALOG = {
@@ -154,6 +156,23 @@ CATALOG = {
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=3,  # the update, and of the recurrence a step and its gradient
         peers=peers.RECURRENT_PPO,
+    ),
+    "dqn_lru": Script(
+        env_id="popgym:popgym-PositionOnlyCartPoleEasy-v0",
+        steps=40_000,
+        requirements="memory",
+        policy="LRUQNetwork",
+        losses="td_loss q_values",
+        tiny=OFF_POLICY | SLICES,
+        saving={"total_timesteps": 1500, "learning_starts": 200, "checkpoint_interval": 500, "state_interval": 1},
+        gate=(
+            {"env_id": "CueEnv-v0", "total_timesteps": 20_000, "learning_rate": 3e-3, "hidden_size": 32}
+            | {"learning_starts": 1000, "burn_in": 10, "seq_length": 20, "state_interval": 10},
+            0.9,
+            0.7,
+        ),
+        adam=({"learning_rate": 3e-3}, [3e-3], 1e-8),
+        graphs=1,
     ),
     "ppo_atari_envpool": Script(
         env_id="Breakout-v5",

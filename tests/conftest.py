@@ -29,7 +29,8 @@ TWINS = [(name.removesuffix("_torchcompile"), name) for name in SCRIPTS if name.
 PPO_CONTINUOUS = ["ppo_continuous_action", "ppo_continuous_action_torchcompile"]
 ATARI = ["ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
 PPO = PPO_CONTINUOUS + ATARI
-MEMORY = [name for name in SCRIPTS if row(name).requirements == "memory"]
+SLICED = [name for name in SCRIPTS if "dqn_lru" in name]
+MEMORY = [name for name in SCRIPTS if row(name).requirements == "memory" and name not in SLICED]  # PPO
 OFF_POLICY = [name for name in SCRIPTS if name not in PPO + MEMORY]
 DISCRETE = [name for name in SCRIPTS if "dqn" in name or name in MEMORY]  # that take vectors
 # How many command lines test_fuzz.py draws for each script: with --hypothesis-profile=long, 1,000.

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import ablate
 import compare
+import gymnasium as gym
 import measure
 import numpy as np
 import phases
@@ -578,3 +579,16 @@ def test_a_published_return_is_of_the_same_algorithm_and_says_whose():
     assert rows and all(row["source"] == f"CleanRL's {row['script']}.py" for row in rows)
     shown = {beside for *_, beside in plot.return_rows()}
     assert all(beside.endswith(".py)") for beside in shown if beside)
+
+
+def test_the_cart_without_velocities_is_the_cart():
+    env, whole = gym.make("no_velocity:CartPoleNoVel-v1"), gym.make("CartPole-v1")
+    assert env.observation_space.shape == (2,) and env.spec.max_episode_steps == 500
+    (obs, _), (whole_obs, _) = env.reset(seed=3), whole.reset(seed=3)
+    over = False
+    while not over:
+        assert obs.tolist() == whole_obs[[0, 2]].tolist()
+        obs, *rest, _ = env.step(0)
+        whole_obs, *same_rest, _ = whole.step(0)
+        assert rest == same_rest
+        over = rest[1]

@@ -71,6 +71,7 @@ CASES = [  # twin, flags, launches and waits per env step at most; each replay o
     ("td3_continuous_action_torchcompile", {}, 3.3, 1.1),
     ("sac_continuous_action_torchcompile", {}, 3.3, 1.1),
     ("ppo_continuous_action_torchcompile", {}, 5.5, 0.9),
+    ("dqn_lru_torchcompile", {}, 3.4, 2.4),
     ("ppo_lru_torchcompile", {}, 1.6, 0.75),
     ("ppo_rnn_torchcompile", {"cell": "lstm"}, 1.5, 0.75),
     ("ppo_atari_envpool_torchcompile", {}, 3.25, 0.63),

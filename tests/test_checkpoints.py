@@ -27,6 +27,7 @@ from conftest import (
     PPO_CONTINUOUS,
     ROOT,
     SCRIPTS,
+    SLICED,
     TWINS,
     close_writers,
     largest_difference,
@@ -467,7 +468,7 @@ def test_the_policy_is_a_program_that_needs_nothing_of_ours(monkeypatch, name):
         obs = torch.randn(5, 4 if name in DISCRETE else 3)
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     program = torch.export.load(run.run_dir / "policy.pt2").module()
-    memory = [torch.rand(5, (16 if "rnn" in name else 32) + 2)] if name in MEMORY else []
+    memory = [torch.rand(5, (16 if "rnn" in name else 32) + 2)] if name in MEMORY + SLICED else []
     policy = (lambda *inputs: program(*inputs)[0]) if memory else program
     one, five = (policy(obs[:n], *(x[:n] for x in memory)).tolist() for n in (1, 5))
     np.testing.assert_allclose(one, five[:1], rtol=1e-4, atol=1e-5)

@@ -9,7 +9,11 @@ from conftest import ALL_SCRIPTS, ROOT, load
 CLEANRL = json.loads((ROOT / "tests" / "cleanrl_flags.json").read_text())
 ABSENT = {"capture_video", "upload_model", "hf_entity"}  # of CleanRL, without a counterpart here
 COMPUTED = {"batch_size", "minibatch_size", "num_iterations"}  # by CleanRL at run time; PPO has them as locals
-COUNTERPARTS = dict.fromkeys(["ppo_lru", "ppo_rnn"], "ppo_atari_lstm")  # of CleanRL's, where its name is another
+COUNTERPARTS = {
+    "ppo_lru": "ppo_atari_lstm",
+    "ppo_rnn": "ppo_atari_lstm",
+    "dqn_lru": "dqn",
+}  # of CleanRL's, where its name is another
 OF_MEMORY = {"env_id": "popgym:popgym-RepeatPreviousEasy-v0", "total_timesteps": 500_000, "learning_rate": 1e-3}
 OF_MEMORY |= {"num_envs": 32, "clip_coef": 0.2}
 OTHER_DEFAULTS = {  # script -> flag -> our default
@@ -18,15 +22,20 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     "ppo_atari_multigpu": {"env_id": "Breakout-v5", "backend": None},
     "ppo_lru": OF_MEMORY,
     "ppo_rnn": OF_MEMORY | {"learning_rate": 3e-3},
+    "dqn_lru": {"env_id": "popgym:popgym-PositionOnlyCartPoleEasy-v0", "total_timesteps": 300_000, "num_envs": 8}
+    | {"learning_rate": 1e-3, "buffer_size": 100_000, "batch_size": 32, "train_frequency": 40},
 }
 OF_RANKS = {"device_ids", "world_size", "num_envs", "local_batch_size", "local_minibatch_size"}  # torchrun says them
 OURS = {"device", "tf32", "checkpoint_interval", "resume"}  # in every script; torchrun says the device of a rank
+OF_SLICES = {"hidden_size", "state_interval", "burn_in", "seq_length"}
 OURS_OF = {
     "_torchcompile": {"compile", "cudagraphs"},
     "ppo_lru": {"hidden_size", "reward_scale"},
     "ppo_lru_torchcompile": {"hidden_size", "reward_scale"},
     "ppo_rnn": {"cell", "hidden_size", "reward_scale"},
     "ppo_rnn_torchcompile": {"cell", "hidden_size", "reward_scale"},
+    "dqn_lru": OF_SLICES,
+    "dqn_lru_torchcompile": OF_SLICES,
     "ppo_atari_envpool_torchcompile": {"env_groups", "bf16"},
     "td3_continuous_action_torchcompile": {"bf16"},
     "sac_continuous_action_torchcompile": {"bf16"},

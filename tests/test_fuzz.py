@@ -60,6 +60,7 @@ STRINGS = {
 }
 BASE = {"total_timesteps": 130, "num_steps": 64, "num_minibatches": 2, "learning_starts": 60, "batch_size": 32}
 BASE |= {"buffer_size": 100, "update_epochs": 1, "num_envs": 2, "train_frequency": 2}
+BASE |= {"burn_in": 4, "seq_length": 8, "state_interval": 4}
 
 
 def flags_of(name: str) -> st.SearchStrategy[dict]:

@@ -18,7 +18,7 @@ from conftest import MEMORY, ROOT, train
 from torch import nn
 
 GAMES = {"ppo_continuous_action": "Pendulum-v1", "dqn": "CartPole-v1", "ppo_atari_envpool": "Pong-v5"}
-GAMES |= {"ppo_lru": "CartPole-v1", "ppo_rnn": "CartPole-v1"}
+GAMES |= {"ppo_lru": "CartPole-v1", "ppo_rnn": "CartPole-v1", "dqn_lru": "CartPole-v1"}
 GAMES |= {"td3_continuous_action": "Pendulum-v1", "sac_continuous_action": "Pendulum-v1"}
 
 

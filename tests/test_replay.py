@@ -1,12 +1,14 @@
 """The off-policy loops on episodes known in advance: what they store, draw, mask and count; and their formulas."""
 
+import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import OFF_POLICY, DoubleEnv, ScriptedEnv, largest_difference, load, tiny, train
+from conftest import SLICED, DoubleEnv, ScriptedEnv, largest_difference, load, tiny, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 
+OFF_POLICY = [name for name in conftest.OFF_POLICY if name not in SLICED]  # whose batches hold single transitions
 CONTINUOUS = [name for name in OFF_POLICY if "continuous" in name]
 SAC = ["sac_continuous_action", "sac_continuous_action_torchcompile"]
 # One env, times 0 .. 12. Episodes: 2 steps (terminated), 3 (truncated), 1 (both), 2 (terminated); each end is followed

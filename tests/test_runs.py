@@ -26,6 +26,7 @@ from conftest import (
     PPO_CONTINUOUS,
     ROOT,
     SCRIPTS,
+    SLICED,
     forked,
     load,
     tiny,
@@ -139,8 +140,8 @@ def test_dict_observations_and_matrix_actions(monkeypatch, name):
         monkeypatch, name, **tiny(name) | {"env_id": "DiscreteDictEnv-v0" if name in DISCRETE else "DictEnv-v0"}
     )
     shapes = [tuple(p.shape) for name, p in run.parameters.items() if p.ndim == 2 and name != "state_gates"]
-    actor = shapes[-2] if name in MEMORY else shapes[-1]
-    assert shapes[0][1] == 4 + 3 + (3 if name in MEMORY else 0)  # the previous action
+    actor = shapes[-2] if name in MEMORY else shapes[-1]  # the critic is the last
+    assert shapes[0][1] == 4 + 3 + (3 if name in MEMORY + SLICED else 0)  # the previous action
     assert actor[0] == (3 if name in DISCRETE else 8 if "sac" in name else 4)  # SAC: mean and deviation
     assert run.metrics["episodic_return"] == 5
 
@@ -225,6 +226,11 @@ BAD_DQN = {
     "no target": ({"target_network_frequency": 0}, "--target-network-frequency"),
     "more than all": ({"end_e": 1.2}, "--end-e"),
 }
+BAD_SLICES = {
+    "no transition in a slice": ({"seq_length": 1}, "--seq-length must be at least 2"),
+    "no room for a slice": ({"buffer_size": 15}, "--buffer-size at least 16"),
+    "no burn-in": ({"burn_in": 0}, "--burn-in"),
+}
 CASES = [(name, *case) for name in SCRIPTS for case in BAD.items()]
 CASES += [(name, *case) for name in SCRIPTS for case in (BAD_ATARI if name in ATARI else BAD_GYM).items()]
 CASES += [(name, *case) for name in PPO for case in BAD_PPO.items()]
@@ -232,6 +238,7 @@ CASES += [(name, *case) for name in MEMORY for case in BAD_MEMORY.items()]
 CASES += [(name, "discrete actions", BAD_CONTINUOUS["discrete actions"]) for name in PPO if name not in ATARI]
 CASES += [(ATARI[1], "groups that do not divide", ({"env_groups": 3}, "--env-groups"))]
 CASES += [(name, *case) for name in OFF_POLICY for case in BAD_OFF_POLICY.items()]
+CASES += [(name, *case) for name in SLICED for case in BAD_SLICES.items()]
 CASES += [(name, *case) for name in OFF_POLICY for case in (BAD_DQN if "dqn" in name else BAD_CONTINUOUS).items()]
 
 
@@ -251,7 +258,7 @@ def test_bad_input_gets_one_sentence_and_exit_code_2_and_leaves_nothing(name, ca
 @pytest.mark.parametrize("steps", [1, 256])
 def test_a_run_too_short_to_learn_warns_and_runs(monkeypatch, capsys, name, steps):
     """As people do to see whether something runs at all: with all other flags at their defaults."""
-    run = train(monkeypatch, name, env_id=tiny(name)["env_id"], total_timesteps=steps, buffer_size=1000)
+    run = train(monkeypatch, name, env_id=tiny(name)["env_id"], total_timesteps=steps, buffer_size=1000, num_envs=1)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
     assert len(lines) == 1 and "--learning-starts" in lines[0]
     assert run.metrics["global_step"] == steps and not run.metrics.keys() & {"td_loss", "qf_loss"}
