@@ -446,10 +446,29 @@ def steps_block() -> str:
     return "\n".join([*lines, "", f"({report['machine']['cpu']}, one thread, torch {report['machine']['torch']})"])
 
 
+def scans_block() -> str:
+    """Markdown: how long recurrent networks take for a sequence, by its length."""
+    report = json.loads((RESULTS / "scans.json").read_text())
+    lengths = sorted({row["steps"] for row in report["rows"]})
+    found = {(row["network"], row["mode"], row["steps"]): row for row in report["rows"]}
+    lines = ["| network | mode | " + " | ".join(f"T = {T}, ms" for T in lengths) + " | first call at the first T, s |"]
+    lines.append("|---|---|" + "---|" * (len(lengths) + 1))
+    for network, mode in dict.fromkeys((row["network"], row["mode"]) for row in report["rows"]):
+        rows = [found.get((network, mode, T)) for T in lengths]
+        cells = [f"{row['ms']:,.1f}" if row else "-" for row in rows]
+        lines.append(f"| {network} | {mode} | {' | '.join(cells)} | {rows[0]['first_call_s']:,.0f} |")
+    sizes = f"{report['sizes']['num_envs']} envs, width {report['sizes']['width']}"
+    resets = f"an episode starts in {report['sizes']['resets']:.0%} of the steps"
+    where = report["machine"]
+    where = f"one core of {where['cpu']}, torch {where['torch']}, {where['date']}, commit {where['commit']}"
+    return "\n".join([*lines, "", f"({sizes}, {resets}; {where})"])
+
+
 BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "claim": claim_block, "returns": returns_block}
 BLOCKS |= {
     "speed cpu-amx": lambda: speed_block("cpu-amx"),
     "ablation": ablation_block,
+    "scans": scans_block,
     "phases": phases_block,
     "scaling": scaling_block,
     "bf16": bf16_block,

@@ -2,9 +2,9 @@
 
     python benchmark/scans.py --steps 32 128 512
 
-What is timed is the loss and its gradient, of an encoder, a recurrence and a linear layer, on one thread. All are
+What is timed is the loss and its gradient, of an encoder, a recurrence and a linear layer, on one core. All are
 measured in turns. A chain of T steps makes the compiler work for minutes, so loops are compiled for the shortest T
-only. Writes a JSON file.
+only. First calls, which compile, may use all cores. Writes a JSON file.
 """
 
 import json
@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(ROOT / "leanrl"))
 from ppo_lru_torchcompile import lru, lru_scan, times  # noqa: E402
+from ppo_rnn_torchcompile import as_operator, gru, lstm  # noqa: E402
 
 NUM_ENVS = 8  # of a minibatch
 WIDTH = 128
@@ -162,6 +163,19 @@ def lru_doubling(log_radius: Tensor, angle: Tensor, drive: Tensor, keep: Tensor,
 def lru_network(recurrence: Callable, x: Tensor, weights: dict, keep: Tensor) -> Tensor:
     drive = F.linear(x, weights["input"], weights["bias"])
     return recurrence(-weights["rate"].exp(), weights["angle"], drive, keep, torch.zeros_like(drive[0]))
+
+
+def one_operator(kind: str, step: Callable, T: int) -> Callable:
+    """A GRU or an LSTM as in the twin of ppo_rnn: pieces of the loop are compiled, and called as one operator."""
+    weight = torch.zeros(PARTS[kind] * WIDTH, WIDTH)
+    state = torch.zeros(NUM_ENVS, WIDTH * (2 if kind == "lstm" else 1))
+    recur = as_operator(step, T, weight, state, OPTIONS)
+
+    def network(x: Tensor, weights: dict, keep: Tensor) -> Tensor:
+        gates = F.linear(x, weights["input"], weights["bias"])
+        return recur(step, weights["state"], gates, keep, state)[..., :WIDTH]
+
+    return network
 
 
 NETWORKS = {  # name -> (kind of weights, network, whether it is a chain of T steps)
@@ -296,10 +310,20 @@ def calls(T: int, args: Args) -> dict[tuple[str, str], Callable]:
         too_long = is_chain and args.longest_compilation < T
         if "padded" not in name and not too_long:
             found[name, "compiled"] = torch_call(kind, network, T, compiled=True)
+    for kind, step in (("lstm", lstm), ("gru", gru)):
+        network = one_operator(kind, step, T)
+        found[f"{kind.upper()}, one operator", "compiled"] = torch_call(kind, network, T, compiled=True)
     return found | {(name, "jit"): call for name, call in jax_calls(T).items()}
 
 
+def use_cores(cores: set[int]):
+    """Restricts all threads of this process, those of JAX too, to these cores."""
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
+
+
 def main(args: Args):
+    cores = os.sched_getaffinity(0)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch._dynamo.config.recompile_limit = 64  # one function is compiled for each network and length
@@ -310,6 +334,7 @@ def main(args: Args):
         losses = {}
         norms = {}
         networks = calls(T, args)
+        use_cores(cores)
         for key, call in tqdm(networks.items(), desc=f"first calls, T = {T}"):
             start = time.perf_counter()
             gradient, losses[key] = call()
@@ -322,6 +347,7 @@ def main(args: Args):
             for weight, value in expected.setdefault(kind, found).items():
                 if not math.isclose(found[weight], value, rel_tol=1e-3):
                     sys.exit(f"error: {name}, {mode}: {weight} is {found[weight]}, not {value}.")
+        use_cores({min(cores)})
         for _ in tqdm(range(args.rounds), desc=f"turns, T = {T}"):
             for key, call in networks.items():
                 end = time.perf_counter() + args.seconds
