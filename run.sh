@@ -71,8 +71,8 @@ case ${1:-} in
     $run ppo_lru --env-ids $memory --total-timesteps 300000 --seeds $(seq 5)
     $run ppo_lru --env-ids $memory --total-timesteps 300000 --patch benchmark/ablations/ppo_lru/no-memory.patch
     $run ppo_rnn --env-ids $memory --total-timesteps 300000 --modes compile sb3-contrib
-    carts="popgym:popgym-PositionOnlyCartPoleEasy-v0 no_velocity:CartPoleNoVel-v1"
-    for patch in "" "--patch benchmark/ablations/dqn_lru/no-memory.patch"; do $run dqn_lru --env-ids $carts $patch; done
+    slices="dqn_lru --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 no_velocity:CartPoleNoVel-v1"
+    for patch in "" "--patch benchmark/ablations/dqn_lru/no-memory.patch"; do $run $slices --total-timesteps 300000 $patch; done
     $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
     for n in 1000000 2500000; do $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps $n $modes; done
     $run ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --modes "2 ranks" --seeds 1
