@@ -9,6 +9,7 @@ interrupted sweep goes on where it stopped. To repeat it, take out its row and i
 
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
@@ -78,7 +79,8 @@ def run_script(
     command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
     if mode in RANKS:
         command += ["--local-num-envs", 8 // int(mode[0])]  # together as many as one process has: the same updates
-    subprocess.run([str(part) for part in command], cwd=folder, check=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}  # where no_velocity.py is
+    subprocess.run([str(part) for part in command], cwd=folder, check=True, env=environment)
     (run_dir,) = Path(folder, "runs").iterdir()
     summary = json.loads((run_dir / "summary.json").read_text())
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
