@@ -60,7 +60,7 @@ case ${1:-} in
   sweep)
     python benchmark/compare.py --out benchmark/results/cpu
     for tool in phases ablate scale; do python benchmark/$tool.py --out benchmark/results/$tool; done
-    for tool in saving steps; do python benchmark/$tool.py; done
+    for tool in saving steps; do python benchmark/$tool.py; done; python benchmark/scans.py --out benchmark/results/scans.json
     run="python benchmark/returns.py" modes="--modes eager compile compile+bf16"
     $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
     $run ppo_continuous_action --modes eager --seeds 1

@@ -451,12 +451,12 @@ def scans_block() -> str:
     report = json.loads((RESULTS / "scans.json").read_text())
     lengths = sorted({row["steps"] for row in report["rows"]})
     found = {(row["network"], row["mode"], row["steps"]): row for row in report["rows"]}
-    lines = ["| network | mode | " + " | ".join(f"T = {T}, ms" for T in lengths) + " | first call at the first T, s |"]
-    lines.append("|---|---|" + "---|" * (len(lengths) + 1))
+    lines = ["| network | mode | " + " | ".join(f"T = {T}" for T in lengths) + " |"]
+    lines.append("|---|---|" + "---|" * len(lengths))
     for network, mode in dict.fromkeys((row["network"], row["mode"]) for row in report["rows"]):
         rows = [found.get((network, mode, T)) for T in lengths]
-        cells = [f"{row['ms']:,.1f}" if row else "-" for row in rows]
-        lines.append(f"| {network} | {mode} | {' | '.join(cells)} | {rows[0]['first_call_s']:,.0f} |")
+        cells = [f"{row['ms']:,.1f} ms ({row['first_call_s']:,.0f} s)" if row else "-" for row in rows]
+        lines.append(f"| {network} | {mode} | {' | '.join(cells)} |")
     sizes = f"{report['sizes']['num_envs']} envs, width {report['sizes']['width']}"
     resets = f"an episode starts in {report['sizes']['resets']:.0%} of the steps"
     where = report["machine"]
