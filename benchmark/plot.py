@@ -267,7 +267,8 @@ def best_block(folder: str = "cpu") -> str:
     lines = ["| script | plain | compiled | against plain | against the fastest peer | pays off after |"]
     lines.append("|---|---|---|---|---|---|")
     for report in speed_reports(folder):
-        if report["script"] in ("ppo_atari_multigpu", "ppo_rnn"):  # six rows at most: the rest is in docs/benchmark.md
+        # six rows at most: the rest is in docs/benchmark.md
+        if report["script"] in ("ppo_atari_multigpu", "ppo_rnn", "dqn_lru"):
             continue
         eager, compiled, peer = best(report)
         beside = f"{against(compiled, peer):.1f} x ({peer['mode']})" if peer else "none steps EnvPool"
