@@ -475,7 +475,7 @@ def test_the_returns_with_bf16_are_beside_those_without(monkeypatch, own_folder)
 def test_runs_of_other_lengths_have_curves_of_their_own(monkeypatch, own_folder):
     """A run as often as its length is new."""
 
-    def train(command, cwd, check):
+    def train(command, cwd, check, env):
         total_timesteps = int(command[command.index("--total-timesteps") + 1])
         with SummaryWriter(f"{cwd}/runs/x") as writer:
             for step in (8, total_timesteps // 2, total_timesteps):
