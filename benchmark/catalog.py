@@ -34,6 +34,7 @@ RANKS = {
     "1 rank, cudagraphs": ("", ["--compile", "--cudagraphs"]),
     "2 ranks, cudagraphs": ("", ["--compile", "--cudagraphs"]),
 }
+JAX = {"jax": ("_jax", [])}  # measured where JAX is installed, with as many threads as are best for it
 PPO_LOSSES = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac explained_variance"
 CRITIC_LOSSES = "qf1_values qf2_values qf1_loss qf2_loss qf_loss"
 
@@ -51,6 +52,7 @@ class Script:
     gate: tuple[dict, float, float] | None = None
     adam: tuple[dict, list, float] | None = None  # flags; the rate that each of its optimizers then has; Adam's eps
     graphs: int = 0  # how many functions --compile compiles
+    on_device: bool = False  # its envs are in the script
     modes: dict[str, tuple[str, list]] = field(default_factory=lambda: MODES)
     peers: dict[str, tuple[str, Callable]] = field(default_factory=dict)  # what is measured beside it; see peers.py
 
@@ -173,6 +175,21 @@ CATALOG = {
         ),
         adam=({"learning_rate": 3e-3}, [3e-3], 1e-8),
         graphs=1,
+    ),
+    "ppo_device_env": Script(
+        env_id="CartPole-v1",
+        steps=3_276_800,
+        requirements="",
+        policy="DiscreteAgent",
+        losses=PPO_LOSSES,
+        tiny={"env_id": "CartPole-v1", "num_envs": 4, "num_steps": 32, "total_timesteps": 1024},
+        saving={"num_steps": 16, "total_timesteps": 16 * 30 * 2, "checkpoint_interval": 320},
+        # an episode pays 500 at most, and 22 with random actions
+        gate=({"num_envs": 64, "num_steps": 16, "total_timesteps": 250_000}, 140, 180),
+        adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
+        graphs=3,  # a step of all envs, the preparation of a rollout, an update
+        on_device=True,
+        modes=MODES | JAX,
     ),
     "ppo_atari_envpool": Script(
         env_id="Breakout-v5",

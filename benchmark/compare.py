@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import tyro
-from catalog import CATALOG, RANKS
+from catalog import CATALOG, JAX, RANKS
 from measure import HAND_OVER, ROOT
 from tqdm import tqdm
 
@@ -46,6 +46,7 @@ class Args:
     pairs: int = 3  # runs of each mode
     slices: int = 20  # parts of a run, in turn; 1 on a machine of one's own, to see what a GPU is used for long enough
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
+    threads: int | None = None  # of every run; default: what a script chooses, and what is best for a peer
     peers: bool = True  # measure the other libraries that are installed
     external: tuple[str, ...] = ()  # programs of your own, each NAME=COMMAND, with {steps} (and {seed}) in the command
     profile: bool = False  # also print where the microseconds of a step go
@@ -113,7 +114,8 @@ class Run:
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of a GPU that others use as well
         if self.threads:
             env["OMP_NUM_THREADS"] = str(self.threads)
-            env["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={'true' if self.threads > 1 else 'false'}"
+            many = "true" if self.threads > 1 else "false"
+            env["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={many} intra_op_parallelism_threads={self.threads}"
         return env
 
     def start(self, empty: Path) -> subprocess.Popen:
@@ -271,6 +273,8 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     entry, here = CATALOG[script], machine()
     steps = args.steps or entry.steps
     ours = [mode for mode in entry.modes if here["gpu"] or "cudagraphs" not in mode]
+    if not importlib.util.find_spec("jax"):
+        ours = [mode for mode in ours if mode not in JAX]
     if entry.modes is RANKS and here["gpu"] and here["gpus"] < 2:
         ours = [mode for mode in ours if mode[0] == "1"]  # each rank needs a GPU
     peers = [name for name, (package, _) in entry.peers.items() if importlib.util.find_spec(package)]
@@ -283,14 +287,17 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     length = f"{seconds} s" if seconds else f"{steps:,} steps"
     print(f"{script} on {entry.env_id}: {', '.join([*chosen, *externals])}; {args.pairs} x {length}", flush=True)
     about = {"steps": steps, "env_id": entry.env_id, "slices": args.slices, "seconds": seconds}
-    tried = [mode for mode in chosen if mode in peers and os.cpu_count() > 1]
+    tried = [m for m in chosen if (m in peers or m in JAX) and os.cpu_count() > 1 and not args.threads]
     total = args.slices * (args.pairs * len(chosen) + 2 * len(tried)) + args.pairs * len(externals)
     runs = {mode: [] for mode in [*chosen, *externals]}
     bar = tqdm(total=total, unit="slice", desc=script, smoothing=0)
     with bar as progress, tempfile.TemporaryDirectory() as caches:
         threads = {mode: best_threads(Run(script, mode, seed=1, **about), progress) for mode in tried}
         for seed in range(1, args.pairs + 1):
-            turn = [Run(script, m, seed=seed, threads=threads.get(m), cache=Path(caches, m), **about) for m in chosen]
+            turn = [
+                Run(script, m, seed=seed, threads=args.threads or threads.get(m), cache=Path(caches, m), **about)
+                for m in chosen
+            ]
             results = measure(*turn, progress=progress)
             for name, command in externals.items():
                 progress.set_postfix_str(name)
@@ -309,7 +316,7 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     print(path, path.with_suffix(".png"), sep="\n")
     if here["gpu"]:
         utilisation(report, args.out / f"{script}_gpu.png")
-    if args.profile and entry.modes is not RANKS:
+    if args.profile and entry.modes is not RANKS and not entry.on_device:
         profile(script, steps, seconds, [mode for mode in ours if mode in chosen])
 
 

@@ -145,7 +145,8 @@ def run_script(args: Args) -> dict:
 
     script.report = report_and_wait
     graphs = know_graphs(script) if hasattr(script, "CudaGraphModule") else []
-    flags = [*flags, "--no-save-model", "--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
+    flags = [*flags, "--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
+    flags += ["--no-save-model"] if hasattr(script.Args, "save_model") else []
     flags += ["--learning-starts", LEARNING_STARTS] if hasattr(script.Args, "learning_starts") else []
     flags += shlex.split(args.flags)
     if args.report_interval:
@@ -317,7 +318,7 @@ def graph_share(graphs: list, seconds_per_step: float, learning_steps: int, sync
     """The time that replays of the update graphs alone take, per env step, as a share of the loop's."""
     spent = 0.0
     for graph in graphs:
-        if graph.name in ("update", "update_with_actor", "update_epoch") and graph.calls > 10:
+        if graph.name in ("update", "update_with_actor", "update_epoch", "iterate") and graph.calls > 10:
             synchronize()
             start = time.perf_counter()
             for _ in range(200):
@@ -354,14 +355,17 @@ def main(args: Args):
     has_gpu, samples, stop = torch.cuda.is_available(), [], threading.Event()
     if has_gpu:
         threading.Thread(target=sample_gpu, args=(samples, stop), daemon=True).start()
-    spent = (time_pool_steps if "atari" in args.script else time_env_steps)(args.env_id)
+    on_device = CATALOG[args.script].on_device
+    if not on_device:
+        spent = (time_pool_steps if "atari" in args.script else time_env_steps)(args.env_id)
     run = run_ranks if args.mode in RANKS else run_script if args.mode in CATALOG[args.script].modes else run_peer
     result = run(args)
     stop.set()
     if result is None:
         return
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    result["env_share"] = spent[0] / spent[1] * result["SPS"] / ranks  # of the steady rate's time, in the simulator
+    # of the steady rate's time, in the simulator
+    result["env_share"] = None if on_device else spent[0] / spent[1] * result["SPS"] / ranks
     result["threads"] = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count()))  # at most
     result["tf32"] = torch.get_float32_matmul_precision() != "highest"
     result["host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

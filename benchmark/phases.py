@@ -38,7 +38,9 @@ atexit.register(_write)
 
 @dataclass
 class Args:
-    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(name for name in CATALOG if CATALOG[name].modes is not RANKS)
+    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(
+        name for name, entry in CATALOG.items() if entry.modes is not RANKS and not entry.on_device
+    )
     steps: int | None = None  # env steps of each run; default: the script's own
     modes: tuple[str, ...] = ("eager", "twin", "compile")
     pairs: int = 3  # turns of all modes; shown is each mode's run of median speed, and the median simulator

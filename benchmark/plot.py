@@ -230,10 +230,11 @@ def speed_block(folder: str = "cpu") -> str:
             (sps, low, high), ratio = row["sps"], row["ratio"]
             warm = row.get("warm_seconds")  # older measurements lack it
             warm = "-" if warm is None else f"{warm:.0f} s"
+            share = "-" if row["env_share"] is None else f"{100 * row['env_share']:.0f} %"  # none: on the device
             lines.append(
                 f"| {row['mode']} | {sps:,.0f} | {low:,.0f} - {high:,.0f} "
                 f"| {ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f}) | {max(row['startup_seconds'], 0):.0f} s "
-                f"| {warm} | {row['host_mb']:,.0f} MB | {100 * row['env_share']:.0f} % |"
+                f"| {warm} | {row['host_mb']:,.0f} MB | {share} |"
             )
         lines.append("")
     return "\n".join(lines).rstrip()

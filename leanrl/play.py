@@ -1,7 +1,7 @@
 # /// script
 # dependencies = [
 #     "torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1", "pygame==2.6.1", "moviepy==2.2.1",
-#     "envpool==1.2.5", "popgym==1.0.7", "numpy==2.4.6", "tyro==1.0.17",
+#     "envpool==1.2.5", "popgym==1.0.7", "minatar==1.0.15", "numpy==2.4.6", "tyro==1.0.17",
 # ]
 # ///
 """Plays the policy that a training script has left, prints the returns, and films it.
@@ -172,8 +172,15 @@ def make_played_env(env_id: str, is_atari: bool, render_mode: str | None) -> gym
     try:
         if is_atari:
             return AtariGame(env_id)
+        settings = {"render_mode": render_mode} if render_mode else {}
+        if env_id.startswith("MinAtar/"):
+            from minatar.gym import register_envs  # an optional dependency
+
+            if env_id not in gym.registry:
+                register_envs()
+            settings["max_episode_steps"] = 1000  # as in training; MinAtar has no limit
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
-            env = gym.make(env_id, **({"render_mode": render_mode} if render_mode else {}))
+            env = gym.make(env_id, **settings)
     except Exception as error:  # of the env's code, too
         fail(f"cannot make the env {env_id!r}: {error}")
     if len(env.observation_space.shape or ()) != 1:

@@ -23,7 +23,9 @@ sys.path.insert(0, str(ROOT / "leanrl"))
 sys.path.insert(0, str(ROOT / "benchmark"))
 from catalog import RANKS, row  # noqa: E402
 
-ALL_SCRIPTS = sorted(path.stem for path in (ROOT / "leanrl").glob("*.py") if path.stem != "play")  # that train
+FILES = sorted(path.stem for path in (ROOT / "leanrl").glob("*.py") if path.stem != "play")  # that train
+JAX = [name for name in FILES if name.endswith("_jax")]
+ALL_SCRIPTS = [name for name in FILES if name not in JAX]  # in PyTorch
 SCRIPTS = [name for name in ALL_SCRIPTS if row(name).modes is not RANKS]  # that one process can run
 TWINS = [(name.removesuffix("_torchcompile"), name) for name in SCRIPTS if name.endswith("_torchcompile")]
 PPO_CONTINUOUS = ["ppo_continuous_action", "ppo_continuous_action_torchcompile"]
@@ -31,8 +33,10 @@ ATARI = ["ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
 PPO = PPO_CONTINUOUS + ATARI
 SLICED = [name for name in SCRIPTS if "dqn_lru" in name]
 MEMORY = [name for name in SCRIPTS if row(name).requirements == "memory" and name not in SLICED]  # PPO
-OFF_POLICY = [name for name in SCRIPTS if name not in PPO + MEMORY]
-DISCRETE = [name for name in SCRIPTS if "dqn" in name or name in MEMORY]  # that take vectors
+DEVICE = [name for name in SCRIPTS if "device_env" in name]  # whose envs are in the file
+OFF_POLICY = [name for name in SCRIPTS if name not in PPO + MEMORY + DEVICE]
+GYM = [name for name in SCRIPTS if name not in ATARI + DEVICE]
+DISCRETE = [name for name in SCRIPTS if "dqn" in name or name in MEMORY + DEVICE]  # that take vectors
 # How many command lines test_fuzz.py draws for each script: with --hypothesis-profile=long, 1,000.
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("long", max_examples=1000, **QUIET)

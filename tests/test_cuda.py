@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, OFF_POLICY, SLICED, TWINS, ScriptedEnv, ScriptedPool, load, tiny, train
+from conftest import ATARI, DEVICE, OFF_POLICY, SLICED, TWINS, ScriptedEnv, ScriptedPool, load, tiny, train
 
 CUDA = pytest.mark.cuda
 MODES = {"twin": {}, "cudagraphs": {"cudagraphs": True}, "compile+cudagraphs": {"compile": True, "cudagraphs": True}}
@@ -279,3 +279,31 @@ def test_a_replay_leaves_the_outputs_of_the_one_before_alone(monkeypatch, twin, 
     assert len(kept) >= 8
     assert all(torch.equal(losses[name], copy[name]) for losses, copy in kept for name in copy)
     assert len({float(next(iter(copy.values()))) for _, copy in kept}) >= 8
+
+
+@CUDA
+@pytest.mark.parametrize("flags", [{"cudagraphs": True}, {"compile": True, "cudagraphs": True}])
+@pytest.mark.parametrize("twin", [twin for _, twin in TWINS if twin in DEVICE])
+def test_an_iteration_on_the_device_neither_waits_nor_copies_to_the_host(monkeypatch, twin, flags):
+    """Of the graph that holds it; test_device_env.py proves the same of the functions in it, on any machine."""
+    script, copies = load(twin), []
+
+    class Watched(script.CudaGraphModule):
+        calls = 0
+
+        def __call__(self, *args):
+            self.calls += 1
+            if self.calls < 6:  # not captured yet
+                return super().__call__(*args)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    result = super().__call__(*args)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            copies.append([event.key for event in profile.key_averages() if "Memcpy" in event.key])
+            return result
+
+    monkeypatch.setattr(script, "CudaGraphModule", Watched)
+    train(monkeypatch, twin, **tiny(twin) | {"total_timesteps": 2048}, **flags, device="cuda")
+    assert copies and not [key for keys in copies for key in keys if "HtoD" in key or "DtoH" in key]

@@ -13,6 +13,7 @@ COUNTERPARTS = {
     "ppo_lru": "ppo_atari_lstm",
     "ppo_rnn": "ppo_atari_lstm",
     "dqn_lru": "dqn",
+    "ppo_device_env": "ppo_atari_envpool",
 }  # of CleanRL's, where its name is another
 OF_MEMORY = {"env_id": "popgym:popgym-RepeatPreviousEasy-v0", "total_timesteps": 500_000, "learning_rate": 1e-3}
 OF_MEMORY |= {"num_envs": 32, "clip_coef": 0.2}
@@ -22,6 +23,8 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     "ppo_atari_multigpu": {"env_id": "Breakout-v5", "backend": None},
     "ppo_lru": OF_MEMORY,
     "ppo_rnn": OF_MEMORY | {"learning_rate": 3e-3},
+    "ppo_device_env": {"env_id": "CartPole-v1", "total_timesteps": 2_000_000, "learning_rate": 1e-3, "num_envs": 512}
+    | {"num_steps": 32, "clip_coef": 0.2},
     "dqn_lru": {"env_id": "popgym:popgym-PositionOnlyCartPoleEasy-v0", "total_timesteps": 300_000, "num_envs": 8}
     | {"learning_rate": 1e-3, "buffer_size": 100_000, "batch_size": 32, "train_frequency": 40},
 }

@@ -26,7 +26,7 @@ def test_optimizers_have_the_rates_that_the_flags_say(monkeypatch, name):
     assert list(seen.values()) == [(rate, eps, (0.9, 0.999), 0) for rate in rates]
 
 
-@pytest.mark.parametrize("name", ["ppo_continuous_action", "ppo_lru", "ppo_atari_envpool"])
+@pytest.mark.parametrize("name", ["ppo_continuous_action", "ppo_lru", "ppo_device_env", "ppo_atari_envpool"])
 def test_the_learning_rate_falls_in_a_line_to_its_last_share(monkeypatch, name):
     rates = []
 

@@ -19,6 +19,7 @@ from torch import nn
 
 GAMES = {"ppo_continuous_action": "Pendulum-v1", "dqn": "CartPole-v1", "ppo_atari_envpool": "Pong-v5"}
 GAMES |= {"ppo_lru": "CartPole-v1", "ppo_rnn": "CartPole-v1", "dqn_lru": "CartPole-v1"}
+GAMES |= {"ppo_device_env": "CartPole-v1"}
 GAMES |= {"td3_continuous_action": "Pendulum-v1", "sac_continuous_action": "Pendulum-v1"}
 
 
@@ -72,6 +73,7 @@ def test_a_policy_plays_in_a_new_process_as_here(monkeypatch, name, own_folder):
     """Of a script of each kind, after a run of moments: the same seed gives the same returns, another gives others."""
     sizes = {"num_steps": 128, "total_timesteps": 256} if "ppo" in name else {"total_timesteps": 200}
     sizes |= {"num_minibatches": 2} if name in MEMORY else {}
+    sizes |= {"num_steps": 32} if "device" in name else {}
     run = train(monkeypatch, name, env_id=GAMES[name], num_envs=2, save_model=True, **sizes)
     path = run.run_dir / "policy.pt2"
     episodes = 1 if "atari" in name else 2
@@ -81,6 +83,16 @@ def test_a_policy_plays_in_a_new_process_as_here(monkeypatch, name, own_folder):
     assert here["mean"] == np.mean(here["returns"]) and here["std"] == np.std(here["returns"])
     other = play.play(play.Args(path, episodes=episodes, seed=2))
     assert other["returns"] != here["returns"] or other["lengths"] != here["lengths"]
+
+
+@pytest.mark.slow
+def test_a_policy_of_minatar_plays_in_its_own_package(monkeypatch):
+    """Its actions and observations are those of training, up to the same time limit."""
+    sizes = {"num_envs": 64, "num_steps": 16, "total_timesteps": 61_440, "learning_rate": 3e-3}
+    run = train(monkeypatch, "ppo_device_env", env_id="MinAtar/Breakout-v1", save_model=True, **sizes)
+    result = play.play(play.Args(run.run_dir / "policy.pt2", episodes=20))
+    assert result["mean"] > 0.8  # untrained, it stays where it is and gets next to nothing
+    assert 5 < np.mean(result["lengths"]) <= 1000
 
 
 def test_returns_are_those_of_a_loop_by_hand(cart):

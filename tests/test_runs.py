@@ -19,7 +19,9 @@ from catalog import row
 from conftest import (
     ALL_SCRIPTS,
     ATARI,
+    DEVICE,
     DISCRETE,
+    GYM,
     MEMORY,
     OFF_POLICY,
     PPO,
@@ -33,8 +35,6 @@ from conftest import (
     train,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-GYM = [name for name in SCRIPTS if name not in ATARI]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -56,15 +56,15 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
     keys |= {f"summary/{name}" for name in run.metrics}
     assert set(events.Tags()["scalars"]) - {"charts/learning_rate", "charts/epsilon"} == keys
     assert events.Scalars("summary/SPS")[0].value == pytest.approx(run.metrics["SPS"])
-    reports = (
-        [500, 1000, 1024] if name in OFF_POLICY else [256, 512, 768, 1024] if name in ATARI + MEMORY else [512, 1024]
-    )
+    reports = [256, 512, 768, 1024] if name in ATARI + MEMORY else [512, 1024]
+    reports = [500, 1000, 1024] if name in OFF_POLICY else [640, 1024] if name in DEVICE else reports
     assert [e.step for e in events.Scalars("charts/SPS")] == reports
     assert [e.step for e in events.Scalars(losses[0])] == [step for step in reports if step != 500]
     lengths, returns = ([e.value for e in events.Scalars(f"charts/episodic_{x}")] for x in ("length", "return"))
     assert name in ATARI or lengths == (returns if name in DISCRETE else [200] * len(returns))
-    if name in PPO + MEMORY:
+    if name in PPO + MEMORY + DEVICE:
         share = np.array([1, 0.75, 0.5, 0.25] if name in ATARI + MEMORY else [1, 0.5])
+        share = np.array([7 / 16, 1 / 16]) if name in DEVICE else share  # of the last rollout before each report
         rates = [e.value for e in events.Scalars("charts/learning_rate")]
         assert rates == pytest.approx(share * load(name).Args.learning_rate)
 
@@ -90,7 +90,7 @@ def test_a_run_that_is_broken_off_has_its_flags(monkeypatch, name, own_folder):
     assert json.loads(text)["seed"] == 5
 
 
-@pytest.mark.parametrize("name", [name for name in PPO + MEMORY if "compile" not in name])
+@pytest.mark.parametrize("name", [name for name in PPO + MEMORY + DEVICE if "compile" not in name])
 def test_flags_of_ppo_do_what_they_say(monkeypatch, name):
     """Each changes the parameters; without annealing, the rate stays."""
     runs = {}
@@ -100,14 +100,14 @@ def test_flags_of_ppo_do_what_they_say(monkeypatch, name):
     assert len(values) == len(runs)
     events = EventAccumulator(str(runs["{'anneal_lr': False}"].run_dir)).Reload()
     assert [e.value for e in events.Scalars("charts/learning_rate")] == pytest.approx(
-        [load(name).Args.learning_rate] * 2
+        [load(name).Args.learning_rate] * (1 if name in DEVICE else 2)
     )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_another_seed_gives_other_numbers(monkeypatch, name):
     """That the same seed gives the same ones, a run that is killed and resumed shows."""
-    sizes = tiny(name) | ({"total_timesteps": 256} if name in PPO + MEMORY else {})
+    sizes = tiny(name) | ({"total_timesteps": 256} if name in PPO + MEMORY + DEVICE else {})
     a, b = (train(monkeypatch, name, **sizes, seed=seed).parameters for seed in (7, 8))
     assert not all(torch.equal(a[k], b[k]) for k in a)
 
@@ -191,6 +191,10 @@ BAD_ATARI = {
     "unknown game": ({"env_id": "Breakot-v5"}, "Breakout-v5"),
     "no Atari game": ({"env_id": "CartPole-v1"}, "'CartPole-v1' is no Atari game; try "),
 }
+BAD_DEVICE = {
+    "unknown env": ({"env_id": "CartPol-v1"}, "try CartPole-v1"),
+    "an env of Gymnasium": ({"env_id": "Pendulum-v1"}, "in this file"),
+}
 BAD_PPO = {
     "sizes that do not divide": ({"num_minibatches": 7}, "--num-minibatches must divide it into equal parts"),
     "less than a rollout": ({"total_timesteps": 1}, "--total-timesteps must be at least"),
@@ -232,8 +236,10 @@ BAD_SLICES = {
     "no burn-in": ({"burn_in": 0}, "--burn-in"),
 }
 CASES = [(name, *case) for name in SCRIPTS for case in BAD.items()]
-CASES += [(name, *case) for name in SCRIPTS for case in (BAD_ATARI if name in ATARI else BAD_GYM).items()]
-CASES += [(name, *case) for name in PPO for case in BAD_PPO.items()]
+CASES += [(name, *case) for name in GYM for case in BAD_GYM.items()]
+CASES += [(name, *case) for name in ATARI for case in BAD_ATARI.items()]
+CASES += [(name, *case) for name in DEVICE for case in BAD_DEVICE.items()]
+CASES += [(name, *case) for name in PPO + DEVICE for case in BAD_PPO.items()]
 CASES += [(name, *case) for name in MEMORY for case in BAD_MEMORY.items()]
 CASES += [(name, "discrete actions", BAD_CONTINUOUS["discrete actions"]) for name in PPO if name not in ATARI]
 CASES += [(ATARI[1], "groups that do not divide", ({"env_groups": 3}, "--env-groups"))]
@@ -330,7 +336,7 @@ def test_unwritable_runs_folder(name, capsys, own_folder):
 def test_a_loss_that_is_not_finite_ends_the_run_by_name_and_step(monkeypatch, name):
     problem = {"q_lr": 1e18, "policy_lr": 1e18} if "sac" in name else {"learning_rate": 1e18}
     problem |= {"total_timesteps": 2000}
-    message = r"(losses/\w+|parameter [\w.]+) is (nan|-?inf) at step (256|512|1000|1500); "
+    message = r"(losses/\w+|parameter [\w.]+) is (nan|-?inf) at step (256|512|1000|1280|1500); "
     message += "(a smaller learning|an obs.* an action is not finite)"
     with pytest.raises(SystemExit, match=message) as exit:
         train(monkeypatch, name, **tiny(name) | problem)

@@ -10,6 +10,7 @@ from conftest import ALL_SCRIPTS, ROOT, load
 
 SPECIAL = ("_torchcompile", "_multigpu")  # scripts that may be longer
 LONGEST = {"ppo_rnn_torchcompile": 587}  # holds an operator and its gradient, too
+LONGEST |= {"ppo_device_env": 520, "ppo_device_env_torchcompile": 573}  # hold two envs, too
 
 
 def source(name: str) -> str:

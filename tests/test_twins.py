@@ -182,6 +182,7 @@ def test_start_up_includes_the_first_call_of_all_that_is_compiled(monkeypatch, t
 
     monkeypatch.setattr(torch, "compile", slow_at_first)
     monkeypatch.setattr(load(twin), "time", SimpleNamespace(time=time.time, perf_counter=perf_counter))
+    monkeypatch.setattr(load(twin), "REPORT_EVERY", 1, raising=False)
     run = train(monkeypatch, twin, **tiny(twin), compile=True)
     count = len(set(called))
     assert count == row(twin).graphs

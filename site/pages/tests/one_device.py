@@ -1,0 +1,1 @@
+../../../tests/one_device.py

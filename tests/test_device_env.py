@@ -1,0 +1,330 @@
+"""Envs on the device: equal to Gymnasium's and MinAtar's, and an iteration that never leaves the device."""
+
+import re
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import DEVICE, load, train
+from one_device import OneDevice
+
+EAGER = load("ppo_device_env")
+
+
+def cartpole_policy(state: torch.Tensor, t: int, rng: np.random.Generator) -> np.ndarray:
+    """At random, so that poles fall; later one that holds most of them up to the time limit."""
+    if t < 300:
+        return rng.integers(2, size=len(state))
+    return (state @ torch.tensor([0.05, 0.1, 1.0, 0.5]) > 0).long().numpy()
+
+
+def test_cartpole_is_gymnasiums():
+    """Step by step, from the same states: rounding aside, all is equal for 307,200 steps."""
+    theirs = gym.make_vec("CartPole-v1", num_envs=256, vectorization_mode="vector_entry_point")
+    assert theirs.metadata["autoreset_mode"] == gym.vector.AutoresetMode.NEXT_STEP
+    theirs.reset(seed=1)
+
+    def their_state() -> torch.Tensor:
+        return torch.tensor(theirs.unwrapped.state.T, dtype=torch.float32)
+
+    envs = EAGER.first_envs(EAGER.CartPole, 256, torch.device("cpu"))
+    envs |= {"state": their_state(), "clock": torch.zeros(256, dtype=torch.long), "score": torch.zeros(256)}
+    rng = np.random.default_rng(0)
+    resets = truncations = 0
+    returns, their_returns = torch.zeros(256), np.zeros(256)
+    for t in range(1200):
+        action = cartpole_policy(envs["state"], t, rng)
+        was_done = envs["done"]
+        obs, their_reward, their_terminated, their_truncated, _ = theirs.step(action)
+        uniform = (their_state() + 0.05) / 0.1  # what makes our reset draw their state
+        envs, reward, terminated = EAGER.step_device(EAGER.CartPole, envs, torch.as_tensor(action), uniform)
+        torch.testing.assert_close(EAGER.CartPole.observation(envs["state"]), torch.tensor(obs), rtol=0, atol=1e-6)
+        np.testing.assert_array_equal(reward, their_reward)
+        np.testing.assert_array_equal(terminated, their_terminated)
+        np.testing.assert_array_equal(envs["done"] & ~terminated, their_truncated & ~their_terminated)
+        envs["state"] = their_state()  # balancing is unstable: a rounding would grow
+        their_returns = np.where(was_done, 0, their_returns) + their_reward
+        ended = envs["done"]
+        returns = torch.where(ended, torch.tensor(their_returns, dtype=torch.float32), returns)
+        assert torch.equal(envs["last_return"][returns > 0], returns[returns > 0])
+        assert torch.equal(envs["last_length"][returns > 0].float(), returns[returns > 0])
+        resets += was_done.sum()
+        truncations += (envs["done"] & ~terminated).sum()
+    assert resets > 3000 and truncations > 100
+
+
+class ScriptedRandom:
+    """Stands in for MinAtar's generator: gives the numbers that our env is given."""
+
+    uniform = 0.0
+
+    def rand(self):
+        return self.uniform
+
+    def randint(self, n):
+        return int(self.uniform >= 0.5)
+
+
+def follow(game) -> int:
+    """Stay, left or right: to where the ball is."""
+    return 1 if game.ball_x < game.pos else 2 if game.ball_x > game.pos else 0
+
+
+def test_breakout_is_minatars():
+    """Exactly, for 102,400 steps with lost balls, cleared walls and repeated actions."""
+    with warnings.catch_warnings(action="ignore"):
+        Environment = pytest.importorskip("minatar").Environment
+    games = [Environment("breakout") for _ in range(64)]
+    numbers = ScriptedRandom()
+    for game in games:
+        game.random = game.env.random = numbers
+        game.reset()
+    envs = EAGER.first_envs(EAGER.Breakout, 64, torch.device("cpu"))
+    envs |= {"state": EAGER.Breakout.initial(torch.zeros(64, 1)), "clock": torch.zeros(64, dtype=torch.long)}
+    rng = np.random.default_rng(0)
+    minimal = games[0].minimal_action_set()
+    steps = np.zeros(64, int)
+    counts = dict.fromkeys(("repeated", "lost", "truncated", "cleared", "broken"), 0)
+    for _ in range(1600):
+        follows = rng.random(64) < np.linspace(0, 1.5, 64)  # the first game is played at random, the last one well
+        action = [follow(game.env) if f else rng.integers(3) for game, f in zip(games, follows)]
+        uniform = torch.tensor(rng.random((64, 1)), dtype=torch.float32)
+        uniform[::2] = 0.1 + 0.9 * uniform[::2]  # in every second game, no action is repeated
+        over = envs["done"].numpy()
+        their_reward, their_terminated = np.zeros((2, 64))
+        for i, game in enumerate(games):
+            numbers.uniform = uniform[i].item()
+            if over[i]:
+                game.reset()
+                game.last_action = 0  # in MinAtar it lives on in the next episode
+                steps[i] = 0
+                continue
+            counts["repeated"] += numbers.uniform < 0.1
+            walls = game.env.brick_map.sum()
+            their_reward[i], their_terminated[i] = game.act(minimal[action[i]])
+            steps[i] += 1
+            counts["cleared"] += game.env.brick_map.sum() > walls
+        envs, reward, terminated = EAGER.step_device(EAGER.Breakout, envs, torch.tensor(action), uniform)
+        np.testing.assert_array_equal(reward, their_reward)
+        np.testing.assert_array_equal(terminated, their_terminated)
+        truncated = steps == 1000
+        np.testing.assert_array_equal(envs["done"], truncated | (their_terminated > 0))
+        seen = np.stack([game.state().reshape(-1) for game in games])
+        np.testing.assert_array_equal(EAGER.Breakout.observation(envs["state"]), seen)
+        counts["lost"] += int(their_terminated.sum())
+        counts["truncated"] += int(truncated.sum())
+        counts["broken"] += int(their_reward.sum())
+    assert min(counts.values()) >= 10, counts
+
+
+@pytest.mark.parametrize("env", EAGER.ENVS.values())
+def test_an_env_says_its_sizes(env):
+    envs = EAGER.first_envs(env, 5, torch.device("cpu"))
+    obs = env.observation(envs["state"])
+    assert obs.shape == (5, env.obs_dim)
+    action = torch.tensor([0, 1, 0, 1, env.num_actions - 1])
+    state, reward, terminated = env.transition(envs["state"], action, torch.rand(5, env.num_uniforms))
+    assert state.shape == envs["state"].shape and state.dtype == envs["state"].dtype
+    assert reward.shape == terminated.shape == (5,)
+    assert reward.dtype == torch.float32 and terminated.dtype == torch.bool
+
+
+def test_first_clocks_differ_and_the_first_episodes_do_not_count():
+    envs = EAGER.first_envs(EAGER.CartPole, 1000, torch.device("cpu"))
+    assert envs["clock"].min() < 10 and envs["clock"].max() > 490 and len(envs["clock"].unique()) > 400
+    for _ in range(600):  # an env that never terminates
+        envs["state"].zero_()
+        envs, _, _ = EAGER.step_device(EAGER.CartPole, envs, torch.zeros(1000), torch.full((1000, 4), 0.5))
+        counted = ~envs["last_return"].isnan()
+        assert (envs["last_return"][counted] == 500).all() and (envs["last_length"][counted] == 500).all()
+    assert 0.1 < counted.float().mean() < 0.5  # those with a second end after 600 steps
+
+
+class Clocks:
+    """Episodes that end by themselves after two or four steps, or are truncated after three; a step k pays k."""
+
+    obs_dim = 3
+    num_actions = 2
+    num_uniforms = 1
+    time_limit = 3
+
+    @staticmethod
+    def initial(uniform):
+        length = torch.where(uniform < 0.5, 2.0, 4.0)
+        return torch.cat([torch.zeros_like(length), length, uniform], -1)
+
+    @staticmethod
+    def transition(state, action, uniform):
+        steps = state[:, :1] + 1
+        return torch.cat([steps, state[:, 1:]], -1), steps[:, 0], steps[:, 0] >= state[:, 1]
+
+    @staticmethod
+    def observation(state):
+        return state
+
+
+def simulated(uniform: np.ndarray, state: np.ndarray, clock: np.ndarray, done: np.ndarray) -> dict[str, np.ndarray]:
+    """The rows of a rollout in Clocks, env by env, in plain Python."""
+    T, N = uniform.shape
+    rows = {name: np.zeros((T, N)) for name in ("step", "reward", "terminated", "done", "valid")}
+    for i in range(N):
+        step, length = state[i, :2]
+        elapsed, over = clock[i], done[i]
+        for t in range(T):
+            rows["step"][t, i] = step
+            rows["valid"][t, i] = not over
+            if over:
+                step, length, elapsed, over = 0, 2 if uniform[t, i] < 0.5 else 4, 0, False
+                continue
+            step += 1
+            elapsed += 1
+            terminated = step >= length
+            over = terminated or elapsed >= 3
+            rows["reward"][t, i] = step
+            rows["terminated"][t, i] = terminated
+            rows["done"][t, i] = over
+    return rows
+
+
+@pytest.mark.parametrize("name", DEVICE)
+def test_rollouts_and_advantages_are_those_of_a_loop_over_steps(monkeypatch, name):
+    """Rewards, resets, truncations and bootstraps of 16 rollouts, which follow one another without a seam."""
+    script, draws, starts, batches, outcomes = load(name), [], [], [], []
+    gae_name = "gae" if hasattr(script, "gae") else "gae_scan"
+    originals = {x: getattr(script, x) for x in (gae_name, "ppo_loss", "step_device", "first_envs")}
+
+    def spied_first_envs(*args):
+        envs = originals["first_envs"](*args)
+        starts.append({k: x.numpy().copy() for k, x in envs.items()})
+        return envs
+
+    def spied_step_device(env, envs, action, uniform):
+        draws.append(uniform[:, 0].numpy().copy())
+        return originals["step_device"](env, envs, action, uniform)
+
+    def spied_gae(*inputs):
+        outcomes.append([x.clone() for x in (*inputs[:4], originals[gae_name](*inputs))])
+        return outcomes[-1][-1].clone()
+
+    def spied_loss(logprob, entropy, value, batch, args):
+        batches.append(({k: x.clone() for k, x in batch.items()}, logprob.detach() - batch["logprob"]))
+        return originals["ppo_loss"](logprob, entropy, value, batch, args)
+
+    spies = {gae_name: spied_gae, "ppo_loss": spied_loss, "step_device": spied_step_device}
+    for key, spy in (spies | {"first_envs": spied_first_envs}).items():
+        monkeypatch.setattr(script, key, spy)
+    monkeypatch.setitem(script.ENVS, "Clocks", Clocks)
+    monkeypatch.setattr(torch, "randperm", lambda n, device=None: torch.arange(n, device=device))
+    sizes = {"num_envs": 7, "num_steps": 5, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 35 * 16}
+    run = train(monkeypatch, name, env_id="Clocks", **sizes, gamma=0.5, gae_lambda=0.5)
+    uniform = np.stack(draws)
+    rows = simulated(uniform, starts[0]["state"], starts[0]["clock"], starts[0]["done"])
+    assert len(outcomes) == len(batches) == 16
+    for i, (reward, value, terminated, done, advantage) in enumerate(outcomes):
+        now = slice(5 * i, 5 * i + 5)
+        batch, log_ratio = batches[i]
+        for key, got in {"reward": reward, "terminated": terminated, "done": done}.items():
+            np.testing.assert_array_equal(got, rows[key][now], err_msg=key)
+        np.testing.assert_array_equal(batch["valid"].view(5, 7), rows["valid"][now])
+        np.testing.assert_array_equal(batch["obs"].view(5, 7, 3)[..., 0], rows["step"][now])
+        trace = torch.zeros(7)
+        for t in reversed(range(5)):
+            delta = reward[t] + 0.5 * (1 - terminated[t]) * value[t + 1] - value[t]
+            trace = delta + 0.25 * (1 - done[t]) * trace
+            torch.testing.assert_close(advantage[t], trace)
+        torch.testing.assert_close(batch["advantage"], advantage.flatten())
+        torch.testing.assert_close(batch["return"], (advantage + value[:5]).flatten())
+        assert log_ratio.abs().max() < 1e-5  # what is evaluated is what acted
+    lasts = [ended.sum() for ended in (rows["done"][:, i] for i in range(7))]
+    assert min(lasts) > 10 and 1 < run.metrics["episodic_return"] < 10
+
+
+class Done(Exception):
+    pass
+
+
+def iterate_on_meta(monkeypatch, script, env_id: str):
+    """All of train(), from the first envs to the end of an iteration, where nothing has numbers."""
+
+    def done(batch):
+        raise Done
+
+    sgd = lambda params, lr, eps, fused: torch.optim.SGD(params, lr=lr)  # noqa: E731 fused Adam knows no meta device
+    with monkeypatch.context() as patch, torch.device("meta"), OneDevice("meta") as mode:
+        patch.setattr(script, "pick_device", lambda args: torch.device("meta"))
+        patch.setattr(script, "explained_variance", done)  # of a report, for which the host waits
+        patch.setattr(script, "REPORT_EVERY", 2)
+        patch.setattr(torch.optim, "Adam", sgd)
+        patch.setattr(torch, "randperm", lambda n, device: torch.empty(n, dtype=torch.long, device=device))
+        with pytest.raises(Done):
+            script.train(script.Args(env_id=env_id, num_envs=8, num_steps=4, total_timesteps=1024))
+    assert mode.count > 1000
+
+
+@pytest.mark.parametrize("env_id", EAGER.ENVS)
+@pytest.mark.parametrize("name", DEVICE)
+def test_an_iteration_never_leaves_the_device_nor_waits_for_it(monkeypatch, name, env_id):
+    iterate_on_meta(monkeypatch, load(name), env_id)
+
+
+FAULTS = {
+    "a number read": "float(reward.sum())",
+    "a condition": "reward = reward if terminated.any() else reward + 1",
+    "a boolean index": "reward[over]",
+    "an assignment by a mask": "reward[over] = 0",
+    "a copy to the host": "reward.cpu()",
+    "a list": "reward.tolist()",
+    "places of what is true": "over.nonzero()",
+    "a number of the host": "reward * torch.tensor(2.0, device='cpu')",
+    "numbers drawn on the host": "reward + torch.rand(8, device='cpu').to('meta')",
+    "an array": "np.asarray(reward)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_proof_sees_a_planted_fault(monkeypatch, fault):
+    path = Path(load("ppo_device_env").__file__)
+    line = "    reward = reward.masked_fill(over, 0)\n"
+    source = path.read_text()
+    assert source.count(line) == 1
+    script = types.ModuleType("faulty")
+    script.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "faulty", script)  # where dataclasses look
+    exec(compile(source.replace(line, f"{line}    {FAULTS[fault]}\n"), path, "exec"), vars(script))
+    with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
+        iterate_on_meta(monkeypatch, script, "CartPole-v1")
+
+
+def test_the_env_of_the_page_is_gymnasiums_and_stays_on_the_device(monkeypatch):
+    page = (Path(__file__).parent.parent / "docs" / "device.md").read_text()
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)  # the second one is the proof
+    env = names["MountainCar"]
+    theirs = gym.make("MountainCar-v0")
+    rng = np.random.default_rng(0)
+    ends = 0
+    for seed in range(20):
+        obs, _ = theirs.reset(seed=seed)
+        assert env.initial(torch.tensor([[(obs[0] + 0.6) / 0.2]])).tolist()[0] == pytest.approx(obs, abs=1e-6)
+        envs = EAGER.first_envs(env, 1, torch.device("cpu"))
+        envs |= {"state": torch.tensor(obs)[None], "clock": torch.zeros(1, dtype=torch.long)}
+        over = False
+        while not over:
+            action = int(obs[1] > 0) * 2 if seed % 2 else rng.integers(3)  # swings itself up, or does not
+            obs, their_reward, their_terminated, truncated, _ = theirs.step(action)
+            envs, reward, terminated = EAGER.step_device(env, envs, torch.tensor([action]), torch.rand(1, 1))
+            np.testing.assert_allclose(env.observation(envs["state"])[0], obs, atol=1e-6)
+            assert (reward.item(), terminated.item()) == (their_reward, their_terminated)
+            over = their_terminated or truncated
+            assert envs["done"].item() == over
+            envs["state"] = torch.tensor(obs)[None]
+        ends += their_terminated
+    assert 5 <= ends <= 15
+    monkeypatch.setitem(EAGER.ENVS, "MountainCar-v0", env)
+    iterate_on_meta(monkeypatch, EAGER, "MountainCar-v0")
