@@ -12,7 +12,6 @@ usage() {
 ./run.sh sweep                       the commands behind every published number (hours), and the documents anew
 END
 }
-
 die() { echo "error: $*" >&2 && exit 1; }
 python=${PYTHON:-python3} log=.venv/setup.log launch=
 
@@ -58,21 +57,22 @@ case ${1:-} in
   play) exec python leanrl/play.py "${@:2}" ;;
   compare) exec python benchmark/compare.py "${@:2}" ;;
   sweep)
-    python benchmark/compare.py --out benchmark/results/cpu
+    for out in cpu "cpu-one-thread ppo_device_env --threads 1"; do python benchmark/compare.py --out benchmark/results/$out; done
     for tool in phases ablate scale; do python benchmark/$tool.py --out benchmark/results/$tool; done
     for tool in saving steps; do python benchmark/$tool.py; done; python benchmark/scans.py --out benchmark/results/scans.json
-    run="python benchmark/returns.py" modes="--modes eager compile compile+bf16"
+    run="python benchmark/returns.py" modes="--modes eager compile compile+bf16" jax="--modes compile jax"
     $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
     $run ppo_continuous_action --modes eager --seeds 1
     $run ppo_continuous_action --modes compile eager sbx --seeds 1 --out benchmark/results/race
     for script in {td3,sac}_continuous_action; do $run $script --total-timesteps 200000 $modes; done
     $run dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds $(seq 10)
-    memory=$(echo popgym:popgym-{RepeatPrevious{Easy,Medium},{PositionOnlyCartPole,CountRecall,Autoencode}Easy}-v0)
-    $run ppo_lru --env-ids $memory --total-timesteps 300000 --seeds $(seq 5)
-    $run ppo_lru --env-ids $memory --total-timesteps 300000 --patch benchmark/ablations/ppo_lru/no-memory.patch
-    $run ppo_rnn --env-ids $memory --total-timesteps 300000 --modes compile sb3-contrib
+    memory=$(echo --total-timesteps 300000 --env-ids popgym:popgym-{RepeatPrevious{Easy,Medium},{PositionOnlyCartPole,CountRecall,Autoencode}Easy}-v0)
+    for patch in "" "--patch benchmark/ablations/ppo_lru/no-memory.patch"; do $run ppo_lru $memory --seeds $(seq 5) $patch; done
+    $run ppo_rnn $memory --modes compile sb3-contrib
     slices="dqn_lru --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 no_velocity:CartPoleNoVel-v1"
     for patch in "" "--patch benchmark/ablations/dqn_lru/no-memory.patch"; do $run $slices --total-timesteps 300000 $patch; done
+    $run ppo_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
+    $run ppo_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
     $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
     for n in 1000000 2500000; do $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps $n $modes; done
     $run ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --modes "2 ranks" --seeds 1

@@ -46,7 +46,7 @@ class Args:
     pairs: int = 3  # runs of each mode
     slices: int = 20  # parts of a run, in turn; 1 on a machine of one's own, to see what a GPU is used for long enough
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
-    threads: int | None = None  # of every run; default: what a script chooses, and what is best for a peer
+    threads: int | None = None  # of every run, on as many cores; default: what a script chooses, and is best for a peer
     peers: bool = True  # measure the other libraries that are installed
     external: tuple[str, ...] = ()  # programs of your own, each NAME=COMMAND, with {steps} (and {seed}) in the command
     profile: bool = False  # also print where the microseconds of a step go
@@ -340,6 +340,8 @@ def main(args: Args):
         if not shutil.which(shlex.split(command)[0]):
             sys.exit(f"error: --external {name}: there is no program {shlex.split(command)[0]!r}.")
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.threads:  # the number that is asked for does not bind all threads of JAX
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     for script in args.scripts:
         compare(script, args, externals)
     first = args.scripts[0]

@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, median
 
-from catalog import CATALOG
+from catalog import CATALOG, JAX
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -87,7 +87,7 @@ def utilisation(report: dict, path: Path):
 
 
 def is_ours(mode: str) -> bool:
-    return any(mode in row.modes for row in CATALOG.values())
+    return mode not in JAX and any(mode in row.modes for row in CATALOG.values())
 
 
 def curves(path: Path):
@@ -211,10 +211,12 @@ def turns(row: dict) -> str:
     return f"{n} turn{'s' if n > 1 else ''}{'' if 'rates' in row['runs'][0] else ' of whole runs'}"
 
 
-def speed_block(folder: str = "cpu") -> str:
+def speed_block(folder: str = "cpu", script: str | None = None) -> str:
     """Markdown: a table a script, of all modes and peers."""
     lines = []
     for report in speed_reports(folder):
+        if script not in (None, report["script"]):
+            continue
         where = report["machine"]
         length = f"{report['seconds']} s" if report.get("seconds") else f"{report['steps']:,} steps"
         lines += [
@@ -269,7 +271,7 @@ def best_block(folder: str = "cpu") -> str:
     lines.append("|---|---|---|---|---|---|")
     for report in speed_reports(folder):
         # six rows at most: the rest is in docs/benchmark.md
-        if report["script"] in ("ppo_atari_multigpu", "ppo_rnn", "dqn_lru"):
+        if report["script"] in ("ppo_atari_multigpu", "ppo_lru", "ppo_rnn", "dqn_lru"):
             continue
         eager, compiled, peer = best(report)
         beside = f"{against(compiled, peer):.1f} x ({peer['mode']})" if peer else "none steps EnvPool"
@@ -469,6 +471,8 @@ def scans_block() -> str:
 BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "claim": claim_block, "returns": returns_block}
 BLOCKS |= {
     "speed cpu-amx": lambda: speed_block("cpu-amx"),
+    "speed ppo_device_env": lambda: speed_block("cpu", "ppo_device_env"),
+    "speed cpu-one-thread": lambda: speed_block("cpu-one-thread"),
     "ablation": ablation_block,
     "scans": scans_block,
     "phases": phases_block,

@@ -300,11 +300,17 @@ def test_the_proof_sees_a_planted_fault(monkeypatch, fault):
         iterate_on_meta(monkeypatch, script, "CartPole-v1")
 
 
-def test_the_env_of_the_page_is_gymnasiums_and_stays_on_the_device(monkeypatch):
+def names_of_the_page() -> dict:
+    """What the code of docs/device.md defines. One of its blocks is a proof, which runs here."""
     page = (Path(__file__).parent.parent / "docs" / "device.md").read_text()
     names = {}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, names)  # the second one is the proof
+        exec(block, names)
+    return names
+
+
+def test_the_env_of_the_page_is_gymnasiums_and_stays_on_the_device(monkeypatch):
+    names = names_of_the_page()
     env = names["MountainCar"]
     theirs = gym.make("MountainCar-v0")
     rng = np.random.default_rng(0)
@@ -328,3 +334,37 @@ def test_the_env_of_the_page_is_gymnasiums_and_stays_on_the_device(monkeypatch):
     assert 5 <= ends <= 15
     monkeypatch.setitem(EAGER.ENVS, "MountainCar-v0", env)
     iterate_on_meta(monkeypatch, EAGER, "MountainCar-v0")
+
+
+def test_the_script_trains_with_envs_of_gymnasium_as_the_page_says(monkeypatch, tmp_path):
+    """The copy that the page describes; its returns are those that Gymnasium counts, and it learns."""
+    source = Path(EAGER.__file__).read_text()
+    made = '    env = DeviceEnv(gym.make_vec("CartPole-v1", N), device, args.seed)\n'
+    line = "    device = pick_device(args)\n"
+    edits = {"    env = ENVS[args.env_id]\n": "", line: line + made, "first_envs(env, N, device)": "env.first()"}
+    edits["step_device(env, envs, action, uniform)"] = "env.step(envs, action)"
+    for old, new in edits.items():
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    script = types.ModuleType("copied")
+    script.__file__ = EAGER.__file__
+    monkeypatch.setitem(sys.modules, "copied", script)  # where dataclasses look
+    vars(script).update(names_of_the_page())
+    exec(compile(source, "copied.py", "exec"), vars(script))
+    made_envs = []
+    make_vec = gym.make_vec
+
+    def counted(*args):
+        made_envs.append(gym.wrappers.vector.RecordEpisodeStatistics(make_vec(*args), buffer_length=10_000))
+        return made_envs[0]
+
+    monkeypatch.setattr(gym, "make_vec", counted)
+    reports = []
+    report = script.report
+    monkeypatch.setattr(script, "report", lambda *args: reports.append(args[3]) or report(*args))
+    metrics = script.train(
+        script.Args(num_envs=8, num_steps=64, total_timesteps=512 * 40, device="cpu", save_model=False)
+    )
+    queue = made_envs[0].return_queue
+    assert len(queue) > 100 and set(sum(reports, [])) <= set(queue)
+    assert np.mean(list(queue)[:20]) < 40 and metrics["episodic_return"] > 80
