@@ -62,7 +62,7 @@ class Args:
 
     env_id: str = "CartPole-v1"  # one of the envs in this file, which the list ENVS names
     total_timesteps: int = 2_000_000  # env steps, summed over all envs
-    learning_rate: float = 1e-3  # learning rate of Adam
+    learning_rate: float = 2.5e-3  # learning rate of Adam
     num_envs: int = 512  # number of envs, stepped together; a GPU likes thousands
     num_steps: int = 32  # steps of each env per rollout
     anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
