@@ -591,3 +591,23 @@ def test_the_cart_without_velocities_is_the_cart():
         whole_obs, *same_rest, _ = whole.step(0)
         assert rest == same_rest
         over = rest[1]
+
+
+def test_a_number_of_threads_binds_every_run_to_as_many_cores(monkeypatch, tmp_path):
+    """And no trial chooses another number for JAX."""
+    bound, runs = [], []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5, 7})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(list(cores)))
+
+    def measured(*turn, progress=None):
+        runs.extend(turn)
+        return [{"rates": [1.0, 1.0], "startup_seconds": 0.0} for _ in turn]
+
+    monkeypatch.setattr(compare, "measure", measured)
+    monkeypatch.setattr(compare, "text_table", lambda rows: "")
+    compare.main(compare.Args(scripts=("ppo_device_env",), pairs=1, threads=2, out=tmp_path))
+    assert bound == [[2, 5]] and {run.threads for run in runs} == {2}
+    assert {run.mode for run in runs} == {"eager", "twin", "compile", "jax"}
+    assert "intra_op_parallelism_threads=2" in runs[0].environment()["XLA_FLAGS"]
+    compare.main(compare.Args(scripts=("ppo_device_env",), pairs=1, peers=False, modes=("eager",), out=tmp_path))
+    assert len(bound) == 1 and runs[-1].threads is None
