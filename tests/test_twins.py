@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from catalog import row
-from conftest import ATARI, OFF_POLICY, ROOT, TWINS, ScriptedPool, largest_difference, load, tiny, train
+from conftest import ATARI, DEVICE, OFF_POLICY, ROOT, TWINS, ScriptedPool, largest_difference, load, tiny, train
 from torch._dynamo.utils import counters
 
 
@@ -50,6 +50,7 @@ def test_flags_off_computes_what_eager_computes(monkeypatch, eager, twin, sizes)
     precise = eager in ATARI or eager in OFF_POLICY and eager != "dqn"
     torch.set_default_dtype(torch.float64 if precise else torch.float32)
     sizes = sizes | ({"num_steps": 32, "total_timesteps": 320} if eager in ATARI else {})
+    sizes |= {"learning_rate": 3e-4} if eager in DEVICE else {}
     a, b = (train(monkeypatch, name, **tiny(name) | sizes) for name in (eager, twin))
     # Rounding is all that may differ. PPO: up to 32 Adam steps of up to 3e-4. TD3, SAC: 124 updates with an Adam whose
     # tiny eps makes much of a small difference; float64 tells that from a wrong formula. DQN: 13 updates. PPO on Atari
@@ -74,6 +75,7 @@ def test_compile_computes_the_same_in_whole_graphs_without_recompiling(monkeypat
         if twin in OFF_POLICY:  # a dozen or two updates, since a rounding grows with each, and an episode's end
             updates = 120 if "dqn" in twin else 44
             problem |= {"total_timesteps": 1500, "learning_starts": 1500 - updates}
+        problem |= {"learning_rate": 3e-4} if twin in DEVICE else {}
         if twin in ATARI:
             monkeypatch.setattr(load(twin), "make_envs", ScriptedPool)
             problem |= {"total_timesteps": 512} if "env_groups" in flags else {}
