@@ -273,7 +273,7 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     entry, here = CATALOG[script], machine()
     steps = args.steps or entry.steps
     ours = [mode for mode in entry.modes if here["gpu"] or "cudagraphs" not in mode]
-    if not importlib.util.find_spec("jax"):
+    if not (args.peers and importlib.util.find_spec("jax")):
         ours = [mode for mode in ours if mode not in JAX]
     if entry.modes is RANKS and here["gpu"] and here["gpus"] < 2:
         ours = [mode for mode in ours if mode[0] == "1"]  # each rank needs a GPU
