@@ -420,12 +420,13 @@ def start(name: str, *flags) -> subprocess.Popen:
 def test_a_signal_ends_a_run_in_order(name, number):
     """A checkpoint, though none was asked for, the policy and the results so far; the printed command goes on."""
     steps = 500_000 if name in MEMORY else 40_000 if "ppo_c" in name else 20_000
-    small = ["--learning-starts", 100] if name in OFF_POLICY else ["--num-envs", 2] if name in ATARI else []
+    small = ["--learning-starts", 100] if name in OFF_POLICY else []
+    small = ["--num-envs", 2, "--num-steps", 32] if name in ATARI else small
     process = start(name, "--total-timesteps", steps, *small)
     sent = time.monotonic()
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - sent < 10
+    assert time.monotonic() - sent < 30  # a quiet machine takes a tenth of it
     assert process.returncode == 128 + number, stderr
     (folder,) = Path("runs").iterdir()
     metrics = json.loads((folder / "summary.json").read_text())["metrics"]
