@@ -478,6 +478,8 @@ BLOCKS |= {
     "phases": phases_block,
     "scaling": scaling_block,
     "bf16": bf16_block,
+    "bf16 td3": lambda: bf16_block("td3_continuous_action", "HalfCheetah-v4", "200000"),
+    "bf16 sac": lambda: bf16_block("sac_continuous_action", "HalfCheetah-v4", "200000"),
     "saving": saving_block,
     "steps": steps_block,
 }
