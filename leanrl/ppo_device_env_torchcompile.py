@@ -18,6 +18,7 @@ Differences from CleanRL's ppo.py:
 3. A checkpoint holds the envs, too, so a resumed run goes on in the middle of their episodes.
 """
 
+import ctypes
 import difflib
 import json
 import logging  # perf[capture]
@@ -41,6 +42,7 @@ import torch
 import tyro
 from tensordict.nn import CudaGraphModule  # perf[capture]
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # perf[onednn]
 from torch.func import functional_call, grad_and_value  # perf[graph]
 from torch.utils._pytree import tree_leaves  # perf[graph]
 from torch.utils.tensorboard import SummaryWriter
@@ -373,6 +375,14 @@ def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
+def keep_freed_memory():
+    """Lets glibc keep freed memory: mapping it anew costs a page fault for every 4 kB."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: map no large block on its own
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never give back the end of the heap
+
+
 def pick_device(args: Args) -> torch.device:
     """The device that the flags name; fails if it cannot be used."""
     default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
@@ -384,6 +394,36 @@ def pick_device(args: Args) -> torch.device:
     if number.is_cuda:
         torch.cuda.set_device(number.device)
     return number.device
+
+
+# perf[onednn] PyTorch multiplies by MKL, which leaves AMD's AVX-512 unused; oneDNN does not
+@torch.library.custom_op("leanrl::product", mutates_args=())
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product (M, N) of (M, K) and (K, N), plus a bias (N,); or (B, M, N) of B such pairs."""
+    if a.dim() == 3:
+        return torch.stack([product(x, y) for x, y in zip(a, b)])
+    a, b = (x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous() for x in (a, b))  # parts are slow
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+
+
+product.register_fake(lambda a, b, bias=None: a @ b)  # the shape of the result, for the compiler
+
+
+class ProductsByOneDNN(CustomGraphPass):
+    """Replaces the float32 products in a compiled graph, except small ones: a call costs too much."""
+
+    def __call__(self, graph: torch.fx.Graph):
+        aten = torch.ops.aten
+        for node in graph.nodes:
+            if node.target in (aten.mm.default, aten.bmm.default, aten.addmm.default):
+                *bias, a, b = node.args
+                is_large = node.meta["val"].numel() * a.meta["val"].shape[-1] >= 2**20
+                if is_large and a.meta["val"].dtype == torch.float32:
+                    node.target = torch.ops.leanrl.product.default
+                    node.args = (a, b, *bias)
+
+    def uuid(self) -> bytes:  # names what this file does in the compiler's cache
+        return get_hash_for_files((__file__,))
 
 
 def start_run(args: Args) -> tuple[Path, SummaryWriter]:
@@ -531,6 +571,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
     run_dir, writer = start_run(args)
+    keep_freed_memory()
 
     agent = DiscreteAgent(env.obs_dim, env.num_actions).to(device).requires_grad_(False)
     shapes = {name: p.shape for name, p in agent.named_parameters()}
@@ -605,6 +646,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     if args.compile:  # perf[graph]; iterate() calls the compiled functions from here on
         options = {"cpp_wrapper": not on_gpu, "cpp.use_decompose_tanh": True}  # perf[cpp] perf[tanh]
+        cpu = torch.cpu.get_capabilities()
+        if not on_gpu and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx512_f"):
+            options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
         step, prepare, update = (torch.compile(f, fullgraph=True, options=options) for f in (step, prepare, update))
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar

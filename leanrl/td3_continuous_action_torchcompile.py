@@ -44,6 +44,7 @@ import torch
 import tyro
 from tensordict.nn import CudaGraphModule  # perf[capture]
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # perf[onednn]
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap  # perf[graph] perf[vmap]
 from torch.utils._pytree import tree_leaves  # perf[graph]
 from torch.utils.tensorboard import SummaryWriter
@@ -279,6 +280,36 @@ def pick_device(args: Args) -> torch.device:
     return number.device
 
 
+# perf[onednn] PyTorch multiplies by MKL, which leaves AMD's AVX-512 unused; oneDNN does not
+@torch.library.custom_op("leanrl::product", mutates_args=())
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product (M, N) of (M, K) and (K, N), plus a bias (N,); or (B, M, N) of B such pairs."""
+    if a.dim() == 3:
+        return torch.stack([product(x, y) for x, y in zip(a, b)])
+    a, b = (x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous() for x in (a, b))  # parts are slow
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+
+
+product.register_fake(lambda a, b, bias=None: a @ b)  # the shape of the result, for the compiler
+
+
+class ProductsByOneDNN(CustomGraphPass):
+    """Replaces the float32 products in a compiled graph, except small ones: a call costs too much."""
+
+    def __call__(self, graph: torch.fx.Graph):
+        aten = torch.ops.aten
+        for node in graph.nodes:
+            if node.target in (aten.mm.default, aten.bmm.default, aten.addmm.default):
+                *bias, a, b = node.args
+                is_large = node.meta["val"].numel() * a.meta["val"].shape[-1] >= 2**20
+                if is_large and a.meta["val"].dtype == torch.float32:
+                    node.target = torch.ops.leanrl.product.default
+                    node.args = (a, b, *bias)
+
+    def uuid(self) -> bytes:  # names what this file does in the compiler's cache
+        return get_hash_for_files((__file__,))
+
+
 def start_run(args: Args) -> tuple[Path, SummaryWriter]:
     """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -460,9 +491,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     # perf[graph] the state of a run is tensors alone
     parameters = {f"actor.{name}": p for name, p in actor_params.items()}
     parameters |= {f"critics.{name}": p for name, p in critic_params.items()}
-    state = {"actor": actor_params, "actor_target": actor_params_target, "actor_adam": actor_adam}
+    state = {"newest": newest, "actor": actor_params, "actor_target": actor_params_target, "actor_adam": actor_adam}
     state |= {"critics": critic_params, "critics_target": critic_params_target, "critics_adam": critics_adam}
-    state |= {"newest": newest}
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), tree_leaves(saved["state"]), strict=True):  # perf[graph]
             tensor.copy_(saved_tensor.view_as(tensor))
@@ -512,8 +542,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return {"actor_loss": loss.detach()}
 
     def update() -> Tensor:  # perf[capture] a graph is a function with one result: all losses, stacked
-        losses, _ = learn_critics()
-        return torch.stack(list(losses.values()))
+        return torch.stack(list(learn_critics()[0].values()))
 
     def update_with_actor() -> Tensor:
         losses, batch = learn_critics()
@@ -537,6 +566,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             multiply_in_bfloat16(network.layers)
     if args.compile:  # perf[graph] one graph each; act() finds the compiled policy by its name
         options = {"fallback_random": True, "cpp_wrapper": not on_gpu}  # perf[cpp]
+        cpu = torch.cpu.get_capabilities()
+        if not on_gpu and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx512_f"):
+            options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
         policy = torch.compile(policy, fullgraph=True, options=options)
         update = torch.compile(update, fullgraph=True, options=options)
         update_with_actor = torch.compile(update_with_actor, fullgraph=True, options=options)
