@@ -57,7 +57,7 @@ case ${1:-} in
   play) exec python leanrl/play.py "${@:2}" ;;
   compare) exec python benchmark/compare.py "${@:2}" ;;
   sweep)
-    for out in cpu "cpu-one-thread ppo_device_env --threads 1"; do python benchmark/compare.py --out benchmark/results/$out; done
+    for out in cpu "cpu-one-thread ppo_device_env a2c_device_env --threads 1"; do python benchmark/compare.py --out benchmark/results/$out; done
     for tool in phases ablate scale; do python benchmark/$tool.py --out benchmark/results/$tool; done
     for tool in saving steps; do python benchmark/$tool.py; done; python benchmark/scans.py --out benchmark/results/scans.json
     run="python benchmark/returns.py" modes="--modes eager compile compile+bf16" jax="--modes compile jax"
@@ -72,7 +72,7 @@ case ${1:-} in
     slices="dqn_lru --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 no_velocity:CartPoleNoVel-v1"
     for patch in "" "--patch benchmark/ablations/dqn_lru/no-memory.patch"; do $run $slices --total-timesteps 300000 $patch; done
     $run ppo_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
-    $run ppo_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
+    for of in "ppo_device_env --total-timesteps 2000000" "a2c_device_env --total-timesteps 5000000"; do $run $of --env-ids CartPole-v1 --seeds $(seq 5) $jax; done
     $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
     for n in 1000000 2500000; do $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps $n $modes; done
     $run ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --modes "2 ranks" --seeds 1

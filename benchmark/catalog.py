@@ -191,6 +191,21 @@ CATALOG = {
         on_device=True,
         modes=MODES | JAX,
     ),
+    "a2c_device_env": Script(
+        env_id="CartPole-v1",
+        steps=8_192_000,
+        requirements="",
+        policy="DiscreteAgent",
+        losses="policy_loss value_loss entropy explained_variance",
+        tiny={"env_id": "CartPole-v1", "num_envs": 4, "num_steps": 32, "total_timesteps": 1024},
+        saving={"num_steps": 4, "total_timesteps": 4 * 30 * 2, "checkpoint_interval": 80},
+        # an episode pays 500 at most, and 22 with random actions
+        gate=({"num_envs": 32, "total_timesteps": 250_000, "learning_rate": 3e-3}, 80, 300),
+        adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
+        graphs=1,  # an iteration
+        on_device=True,
+        modes=MODES | JAX,
+    ),
     "ppo_atari_envpool": Script(
         env_id="Breakout-v5",
         steps=16_384,

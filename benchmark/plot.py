@@ -472,6 +472,7 @@ BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "claim": claim_block
 BLOCKS |= {
     "speed cpu-amx": lambda: speed_block("cpu-amx"),
     "speed ppo_device_env": lambda: speed_block("cpu", "ppo_device_env"),
+    "speed a2c_device_env": lambda: speed_block("cpu", "a2c_device_env"),
     "speed cpu-one-thread": lambda: speed_block("cpu-one-thread"),
     "ablation": ablation_block,
     "scans": scans_block,

@@ -23,7 +23,7 @@ def problem_of(name: str) -> dict:
     if name in OFF_POLICY:
         problem = tiny(name) | {flag: value for flag, value in SHORT.items() if hasattr(script.Args, flag)}
         return problem | ({"total_timesteps": 500} if "dqn" in name else {})
-    problem = tiny(name) | {"num_steps": 16, "num_minibatches": 2}
+    problem = tiny(name) | {"num_steps": 16} | ({"num_minibatches": 2} if "ppo" in name else {})
     return problem | {"total_timesteps": 16 * 8 * problem.get("num_envs", 1)}
 
 
@@ -74,6 +74,7 @@ CASES = [  # twin, flags, launches and waits per env step at most; each replay o
     ("ppo_continuous_action_torchcompile", {}, 5.5, 0.9),
     ("dqn_lru_torchcompile", {}, 3.4, 2.4),
     ("ppo_device_env_torchcompile", {}, 0.5, 0.15),  # most launches and all waits are those of a report
+    ("a2c_device_env_torchcompile", {}, 0.4, 0.15),
     ("ppo_lru_torchcompile", {}, 1.6, 0.75),
     ("ppo_rnn_torchcompile", {"cell": "lstm"}, 1.5, 0.75),
     ("ppo_atari_envpool_torchcompile", {}, 3.25, 0.63),

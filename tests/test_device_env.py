@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import DEVICE, load, train
 from one_device import OneDevice
+from torch.func import debug_unwrap
 
 EAGER = load("ppo_device_env")
 
@@ -194,9 +195,11 @@ def simulated(uniform: np.ndarray, state: np.ndarray, clock: np.ndarray, done: n
 @pytest.mark.parametrize("name", DEVICE)
 def test_rollouts_and_advantages_are_those_of_a_loop_over_steps(monkeypatch, name):
     """Rewards, resets, truncations and bootstraps of 16 rollouts, which follow one another without a seam."""
-    script, draws, starts, batches, outcomes = load(name), [], [], [], []
+    script, draws, starts, batches, outcomes, log_ratios = load(name), [], [], [], [], []
+    of_ppo = "ppo" in name
     gae_name = "gae" if hasattr(script, "gae") else "gae_scan"
-    originals = {x: getattr(script, x) for x in (gae_name, "ppo_loss", "step_device", "first_envs")}
+    loss_name = "ppo_loss" if of_ppo else "a2c_loss"
+    originals = {x: getattr(script, x) for x in (gae_name, loss_name, "step_device", "first_envs")}
 
     def spied_first_envs(*args):
         envs = originals["first_envs"](*args)
@@ -204,44 +207,95 @@ def test_rollouts_and_advantages_are_those_of_a_loop_over_steps(monkeypatch, nam
         return envs
 
     def spied_step_device(env, envs, action, uniform):
-        draws.append(uniform[:, 0].numpy().copy())
+        draws.append(debug_unwrap(uniform.clone()))
         return originals["step_device"](env, envs, action, uniform)
 
     def spied_gae(*inputs):
-        outcomes.append([x.clone() for x in (*inputs[:4], originals[gae_name](*inputs))])
-        return outcomes[-1][-1].clone()
+        result = originals[gae_name](*inputs)
+        outcomes.append([debug_unwrap(x.clone()) for x in (*inputs[:4], result)])
+        return result
 
-    def spied_loss(logprob, entropy, value, batch, args):
-        batches.append(({k: x.clone() for k, x in batch.items()}, logprob.detach() - batch["logprob"]))
-        return originals["ppo_loss"](logprob, entropy, value, batch, args)
+    def spied_loss(*inputs):
+        result = originals[loss_name](*inputs)
+        batch = inputs[3] if of_ppo else result[1]
+        batches.append({k: debug_unwrap(x.clone()) for k, x in batch.items()})
+        if of_ppo:
+            log_ratios.append(inputs[0].detach() - batch["logprob"])
+        return result
 
-    spies = {gae_name: spied_gae, "ppo_loss": spied_loss, "step_device": spied_step_device}
+    spies = {gae_name: spied_gae, loss_name: spied_loss, "step_device": spied_step_device}
     for key, spy in (spies | {"first_envs": spied_first_envs}).items():
         monkeypatch.setattr(script, key, spy)
     monkeypatch.setitem(script.ENVS, "Clocks", Clocks)
     monkeypatch.setattr(torch, "randperm", lambda n, device=None: torch.arange(n, device=device))
-    sizes = {"num_envs": 7, "num_steps": 5, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 35 * 16}
+    sizes = {"num_envs": 7, "num_steps": 5, "total_timesteps": 35 * 16}
+    sizes |= {"num_minibatches": 1, "update_epochs": 1} if of_ppo else {}
     run = train(monkeypatch, name, env_id="Clocks", **sizes, gamma=0.5, gae_lambda=0.5)
-    uniform = np.stack(draws)
+    uniform = torch.stack(draws)[..., 0].numpy()
     rows = simulated(uniform, starts[0]["state"], starts[0]["clock"], starts[0]["done"])
     assert len(outcomes) == len(batches) == 16
     for i, (reward, value, terminated, done, advantage) in enumerate(outcomes):
         now = slice(5 * i, 5 * i + 5)
-        batch, log_ratio = batches[i]
+        batch = batches[i]
         for key, got in {"reward": reward, "terminated": terminated, "done": done}.items():
             np.testing.assert_array_equal(got, rows[key][now], err_msg=key)
         np.testing.assert_array_equal(batch["valid"].view(5, 7), rows["valid"][now])
-        np.testing.assert_array_equal(batch["obs"].view(5, 7, 3)[..., 0], rows["step"][now])
         trace = torch.zeros(7)
         for t in reversed(range(5)):
             delta = reward[t] + 0.5 * (1 - terminated[t]) * value[t + 1] - value[t]
             trace = delta + 0.25 * (1 - done[t]) * trace
             torch.testing.assert_close(advantage[t], trace)
-        torch.testing.assert_close(batch["advantage"], advantage.flatten())
-        torch.testing.assert_close(batch["return"], (advantage + value[:5]).flatten())
-        assert log_ratio.abs().max() < 1e-5  # what is evaluated is what acted
+        torch.testing.assert_close(batch["value"].view(5, 7), value[:5])
+        torch.testing.assert_close(batch["return"].view(5, 7), advantage + value[:5])
+        if of_ppo:
+            np.testing.assert_array_equal(batch["obs"].view(5, 7, 3)[..., 0], rows["step"][now])
+            torch.testing.assert_close(batch["advantage"], advantage.flatten())
+            assert log_ratios[i].abs().max() < 1e-5  # what is evaluated is what acted
     lasts = [ended.sum() for ended in (rows["done"][:, i] for i in range(7))]
     assert min(lasts) > 10 and 1 < run.metrics["episodic_return"] < 10
+
+
+def test_a2c_takes_the_gradient_at_the_states_and_actions_of_the_rollout(monkeypatch):
+    """Written out once more, from what the envs were told and what they were."""
+    script, agents, states, actions, parts, grads = load("a2c_device_env"), [], [], [], [], []
+
+    class Spied(script.DiscreteAgent):
+        def __init__(self, *dims):
+            super().__init__(*dims)
+            agents.append(self)
+
+    def spied_step_device(env, envs, action, uniform):
+        states.append(envs["state"].clone())
+        actions.append(action)
+        return step_device(env, envs, action, uniform)
+
+    def spied_loss(*inputs):
+        loss, learned, losses = a2c_loss(*inputs)
+        parts.append(learned)
+        return loss, learned, losses
+
+    def spied_clip(parameters, _):
+        parameters = list(parameters)
+        grads.append([p.grad.clone() for p in parameters])
+        logits, value = agents[0](torch.stack(states))
+        policy = torch.distributions.Categorical(logits=logits)
+        valid, old_value, return_ = (parts[0][name] for name in ("valid", "value", "return"))
+        policy_loss = -((return_ - old_value) * policy.log_prob(torch.stack(actions)))[valid > 0].mean()
+        value_loss = 0.5 * ((value - return_) ** 2)[valid > 0].mean()
+        loss = policy_loss - 0.01 * policy.entropy()[valid > 0].mean() + 0.5 * value_loss
+        grads.append(torch.autograd.grad(loss, parameters))
+
+    step_device, a2c_loss = script.step_device, script.a2c_loss
+    spies = {"DiscreteAgent": Spied, "step_device": spied_step_device, "a2c_loss": spied_loss}
+    for key, spy in spies.items():
+        monkeypatch.setattr(script, key, spy)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spied_clip)
+    monkeypatch.setattr(script.CartPole, "time_limit", 7)
+    sizes = {"num_envs": 50, "num_steps": 10, "total_timesteps": 500}
+    script.train(script.Args(**sizes, device="cpu", save_model=False))
+    assert 0 < parts[0]["valid"].mean() < 1
+    for grad, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6)
 
 
 class Done(Exception):

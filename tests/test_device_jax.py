@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from catalog import row
 from conftest import load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 jax = pytest.importorskip("jax", reason="JAX is installed with requirements-dev.txt, not with a script's own")
 
-EAGER = load("ppo_device_env")
+NAMES = ["ppo_device_env", "a2c_device_env"]
+EAGER = load(NAMES[0])
 
 
 def to_jax(x: torch.Tensor):
@@ -21,16 +23,17 @@ def to_jax(x: torch.Tensor):
 
 
 @pytest.mark.parametrize("env_id", EAGER.ENVS)
-@pytest.mark.parametrize("num_iterations", [1, 3])
-def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, env_id, num_iterations):
+@pytest.mark.parametrize(("name", "num_iterations"), [("ppo_device_env", 1), *((name, 3) for name in NAMES)])
+def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, name, env_id, num_iterations):
     """The parameters after the iterations differ by less than 1e-4, and the losses by a thousandth."""
-    other = load("ppo_device_env_jax")
-    for script in (EAGER, other):  # many a truncation
+    ours = load(name)
+    other = load(f"{name}_jax")
+    for script in (ours, other):  # many a truncation
         monkeypatch.setattr(script.ENVS[env_id], "time_limit", 7)
     sizes = {"env_id": env_id, "num_envs": 32, "num_steps": 16, "total_timesteps": 512 * num_iterations}
     agents, starts = [], []
 
-    class Spied(EAGER.DiscreteAgent):
+    class Spied(ours.DiscreteAgent):
         def __init__(self, *dims):
             super().__init__(*dims)
             agents.append(self)
@@ -42,17 +45,17 @@ def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, en
         starts.append({k: x.clone() for k, x in envs.items()})
         return envs
 
-    first_envs = EAGER.first_envs
+    first_envs = ours.first_envs
     with monkeypatch.context() as patch:
-        patch.setattr(EAGER, "DiscreteAgent", Spied)
-        patch.setattr(EAGER, "first_envs", spied_first_envs)
-        args = EAGER.Args(**sizes, device="cpu", save_model=False)
+        patch.setattr(ours, "DiscreteAgent", Spied)
+        patch.setattr(ours, "first_envs", spied_first_envs)
+        args = ours.Args(**sizes, device="cpu", save_model=False)
         noises, uniforms, permutations = [], [], []
         exponential_, rand, randperm = torch.Tensor.exponential_, torch.rand, torch.randperm
         patch.setattr(torch.Tensor, "exponential_", lambda x: noises.append(exponential_(x).clone()) or noises[-1])
         patch.setattr(torch, "rand", lambda *size, **k: uniforms.append(rand(*size, **k)) or uniforms[-1])
         patch.setattr(torch, "randperm", lambda n, **k: permutations.append(randperm(n, **k)) or permutations[-1])
-        metrics = EAGER.train(args)
+        metrics = ours.train(args)
     weights, envs = starts
 
     def layers(part: str, weights: dict) -> list:
@@ -68,22 +71,24 @@ def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, en
     jax.config.update("jax_default_matmul_precision", "highest")
     for i in range(num_iterations):
         lr = their_args.learning_rate * (1 - i / num_iterations)
-        epochs = torch.stack(permutations[4 * i : 4 * i + 4])
-        numbers = (to_jax(x) for x in (-noises[i].log(), uniforms[i], epochs))
-        learner, envs, losses = other.iterate(their_args, learner, envs, lr, *numbers)
-    ours = {part: layers(part, dict(agents[0].named_parameters())) for part in ("actor", "critic")}
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(learner["parameters"]), strict=True):
+        numbers = [-noises[i].log(), uniforms[i]]
+        numbers += [torch.stack(permutations[4 * i : 4 * i + 4])] if permutations else []
+        learner, envs, losses = other.iterate(their_args, learner, envs, lr, *map(to_jax, numbers))
+    expected = {part: layers(part, dict(agents[0].named_parameters())) for part in ("actor", "critic")}
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(learner["parameters"]), strict=True):
         assert np.abs(a - b).max() < 1e-4
-    for name, loss in zip((*other.PPO_LOSSES, "explained_variance"), losses.tolist(), strict=True):
-        assert metrics[name] == pytest.approx(loss, rel=1e-3, abs=1e-5), name
+    for key, loss in zip(row(name).losses.split(), losses.tolist(), strict=True):
+        assert metrics[key] == pytest.approx(loss, rel=1e-3, abs=1e-5), key
 
 
-def test_the_jax_script_learns_and_logs_the_same(own_folder):
-    script = load("ppo_device_env_jax")
-    metrics = script.train(script.Args(num_envs=64, num_steps=64, total_timesteps=300_000))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_jax_script_learns_and_logs_the_same(own_folder, name):
+    script, ours = load(f"{name}_jax"), load(name)
+    sizes = {"num_envs": 64, "num_steps": 64} if "ppo" in name else {"num_envs": 32, "learning_rate": 3e-3}
+    metrics = script.train(script.Args(**sizes, total_timesteps=300_000))
     assert metrics["episodic_return"] > 150 and metrics["SPS"] > 0
-    ours = EAGER.train(EAGER.Args(num_envs=4, num_steps=32, total_timesteps=2048, device="cpu", save_model=False))
-    assert metrics.keys() == ours.keys()
+    our_metrics = ours.train(ours.Args(num_envs=4, num_steps=32, total_timesteps=2048, device="cpu", save_model=False))
+    assert metrics.keys() == our_metrics.keys()
     theirs, own = (
         set(EventAccumulator(str(path.parent)).Reload().Tags()["scalars"])
         for path in (next(own_folder.glob(f"runs/*{x}__1__*/events*")) for x in ("env_jax", "device_env"))
@@ -91,12 +96,13 @@ def test_the_jax_script_learns_and_logs_the_same(own_folder):
     assert theirs == own
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [{"env_id": "CartPol-v1"}, {"num_minibatches": 7}, {"total_timesteps": 1}, {"gamma": 2.0}, {"num_envs": 0}],
-)
-def test_the_jax_script_refuses_bad_input(capsys, flags, own_folder):
-    script = load("ppo_device_env_jax")
+BAD = [{"env_id": "CartPol-v1"}, {"total_timesteps": 1}, {"gamma": 2.0}, {"num_envs": 0}]
+CASES = [(name, flags) for name in NAMES for flags in BAD] + [("ppo_device_env", {"num_minibatches": 7})]
+
+
+@pytest.mark.parametrize(("name", "flags"), CASES)
+def test_the_jax_script_refuses_bad_input(capsys, name, flags, own_folder):
+    script = load(f"{name}_jax")
     with pytest.raises(SystemExit) as exit:
         script.train(script.Args(**flags))
     message = capsys.readouterr().err.strip()
@@ -104,14 +110,15 @@ def test_the_jax_script_refuses_bad_input(capsys, flags, own_folder):
     assert not (own_folder / "runs").exists()
 
 
-def test_jax_is_what_the_requirements_say():
-    text = Path(load("ppo_device_env_jax").__file__).read_text()
+@pytest.mark.parametrize("name", NAMES)
+def test_jax_is_what_the_requirements_say(name):
+    text = Path(load(f"{name}_jax").__file__).read_text()
     block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", text)[1]
     listed = set(tomllib.loads(re.sub(r"^# ?", "", block, flags=re.M))["dependencies"])
     folder = Path(__file__).parent.parent / "requirements"
     pins = {line for x in ("", "-jax") for line in (folder / f"requirements{x}.txt").read_text().splitlines()}
     assert listed <= pins and {"jax==0.10.2", "optax==0.2.8"} <= listed
-    flags = {field.name: field.default for field in fields(EAGER.Args)}
-    theirs = {field.name: field.default for field in fields(load("ppo_device_env_jax").Args)}
-    assert theirs.items() - {("exp_name", "ppo_device_env_jax")} <= flags.items()
+    flags = {field.name: field.default for field in fields(load(name).Args)}
+    theirs = {field.name: field.default for field in fields(load(f"{name}_jax").Args)}
+    assert theirs.items() - {("exp_name", f"{name}_jax")} <= flags.items()
     assert max(map(len, text.splitlines())) <= 120

@@ -8,12 +8,14 @@ from conftest import ALL_SCRIPTS, ROOT, load
 
 CLEANRL = json.loads((ROOT / "tests" / "cleanrl_flags.json").read_text())
 ABSENT = {"capture_video", "upload_model", "hf_entity"}  # of CleanRL, without a counterpart here
+OF_PPO = {"num_minibatches", "update_epochs", "clip_coef", "clip_vloss"}  # A2C takes one step on a rollout
 COMPUTED = {"batch_size", "minibatch_size", "num_iterations"}  # by CleanRL at run time; PPO has them as locals
 COUNTERPARTS = {
     "ppo_lru": "ppo_atari_lstm",
     "ppo_rnn": "ppo_atari_lstm",
     "dqn_lru": "dqn",
     "ppo_device_env": "ppo_atari_envpool",
+    "a2c_device_env": "ppo_atari_envpool",
 }  # of CleanRL's, where its name is another
 OF_MEMORY = {"env_id": "popgym:popgym-RepeatPreviousEasy-v0", "total_timesteps": 500_000, "learning_rate": 1e-3}
 OF_MEMORY |= {"num_envs": 32, "clip_coef": 0.2}
@@ -25,6 +27,8 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     "ppo_rnn": OF_MEMORY | {"learning_rate": 3e-3},
     "ppo_device_env": {"env_id": "CartPole-v1", "total_timesteps": 2_000_000, "learning_rate": 2.5e-3, "num_envs": 512}
     | {"num_steps": 32, "clip_coef": 0.2},
+    "a2c_device_env": {"env_id": "CartPole-v1", "total_timesteps": 5_000_000, "learning_rate": 1e-2, "num_envs": 512}
+    | {"num_steps": 8, "norm_adv": False},
     "dqn_lru": {"env_id": "popgym:popgym-PositionOnlyCartPoleEasy-v0", "total_timesteps": 300_000, "num_envs": 8}
     | {"learning_rate": 1e-3, "buffer_size": 100_000, "batch_size": 32, "train_frequency": 40},
 }
@@ -60,7 +64,8 @@ def test_names_and_defaults_are_cleanrls(name):
     ours = {field.name: field.default for field in fields(load(name).Args)}
     assert MISSING not in ours.values()
     absent = ABSENT | ({"target_kl"} if base in COUNTERPARTS else set())
-    absent |= (COMPUTED if "ppo" in name else set()) | (OF_RANKS if "multigpu" in name else set())
+    absent |= COMPUTED if "ppo" in name else COMPUTED | OF_PPO if "a2c" in name else set()
+    absent |= OF_RANKS if "multigpu" in name else set()
     assert theirs.keys() - ours.keys() <= absent
     added = set().union(*(flags for part, flags in OURS_OF.items() if name.endswith(part)))
     assert ours.keys() - theirs.keys() - {"save_model"} == added | (OURS - {"device"} if "multigpu" in name else OURS)

@@ -26,7 +26,10 @@ def test_optimizers_have_the_rates_that_the_flags_say(monkeypatch, name):
     assert list(seen.values()) == [(rate, eps, (0.9, 0.999), 0) for rate in rates]
 
 
-@pytest.mark.parametrize("name", ["ppo_continuous_action", "ppo_lru", "ppo_device_env", "ppo_atari_envpool"])
+ANNEALED = ["ppo_continuous_action", "ppo_lru", "ppo_device_env", "a2c_device_env", "ppo_atari_envpool"]
+
+
+@pytest.mark.parametrize("name", ANNEALED)
 def test_the_learning_rate_falls_in_a_line_to_its_last_share(monkeypatch, name):
     rates = []
 
@@ -38,7 +41,8 @@ def test_the_learning_rate_falls_in_a_line_to_its_last_share(monkeypatch, name):
     monkeypatch.setattr(torch.optim, "Adam", SpiedAdam)
     if name in ATARI:
         monkeypatch.setattr(load(name), "make_envs", ScriptedPool)
-    sizes = {"num_envs": 1, "num_steps": 32, "total_timesteps": 128, "num_minibatches": 1, "update_epochs": 1}
+    sizes = {"num_envs": 1, "num_steps": 32, "total_timesteps": 128}
+    sizes |= {"num_minibatches": 1, "update_epochs": 1} if "ppo" in name else {}
     train(monkeypatch, name, **tiny(name) | sizes | {"learning_rate": 1.0})
     assert rates == [1.0, 0.75, 0.5, 0.25]
 

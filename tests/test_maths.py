@@ -77,6 +77,40 @@ def test_ppo_loss_ignores_masked_rows_and_equals_the_textbook(flags):
     torch.testing.assert_close(losses["clipfrac"], ((ratio - 1).abs() > clip).float().mean())
 
 
+@pytest.mark.parametrize("flags", [{}, {"norm_adv": True, "vf_coef": 0.7, "gamma": 0.9}], ids=str)
+def test_a2c_loss_ignores_masked_rows_and_equals_the_textbook(flags):
+    """Its gradients, too: none goes through an advantage or a return."""
+    script, rng = load("a2c_device_env"), torch.Generator().manual_seed(0)
+    rollout = {name: (torch.rand(9, 7, generator=rng) < 0.2).float() for name in ("terminated", "done")}
+    rollout |= {"reward": torch.randn(9, 7, generator=rng), "valid": (torch.rand(9, 7, generator=rng) < 0.8).float()}
+    rollout |= {"action": torch.randint(3, (9, 7), generator=rng)}
+    logits, value, last_value = (torch.randn(shape, generator=rng) for shape in ((9, 7, 3), (9, 7), (7,)))
+    learnable = [logits.requires_grad_(), value.requires_grad_()]
+    args = script.Args(ent_coef=0.03, **flags)
+    loss, learned, losses = script.a2c_loss(logits, value, last_value, rollout, args)
+
+    keep = rollout["valid"] > 0
+    values = torch.cat([value.detach(), last_value[None]])
+    outcome = (rollout["reward"], values, rollout["terminated"], rollout["done"])
+    advantage = script.gae(*outcome, args.gamma, args.gae_lambda)
+    return_ = (advantage + values[:-1])[keep]
+    advantage = advantage[keep]
+    if args.norm_adv:
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    policy = torch.distributions.Categorical(logits=logits)
+    policy_loss = -(advantage * policy.log_prob(rollout["action"])[keep]).mean()
+    value_loss = 0.5 * ((value[keep] - return_) ** 2).mean()
+    entropy = policy.entropy()[keep].mean()
+    expected = policy_loss - 0.03 * entropy + args.vf_coef * value_loss
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(losses, torch.stack([policy_loss, value_loss, entropy]))
+    grads, expected_grads = (torch.autograd.grad(x, learnable) for x in (loss, expected))
+    for grad, expected_grad in zip(grads, expected_grads):
+        torch.testing.assert_close(grad, expected_grad)
+    torch.testing.assert_close(learned["return"][keep], return_)
+    assert torch.equal(learned["value"], value) and torch.equal(learned["valid"], rollout["valid"])
+
+
 def test_adam_against_torch():
     script = load(TWIN)
     param = torch.randn(50)

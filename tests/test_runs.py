@@ -94,7 +94,8 @@ def test_a_run_that_is_broken_off_has_its_flags(monkeypatch, name, own_folder):
 def test_flags_of_ppo_do_what_they_say(monkeypatch, name):
     """Each changes the parameters; without annealing, the rate stays."""
     runs = {}
-    for flags in ({}, {"anneal_lr": False}, {"max_grad_norm": 0.01}, {"norm_adv": False}, {"vf_coef": 0.1}):
+    norm_adv = {"norm_adv": not load(name).Args.norm_adv}
+    for flags in ({}, {"anneal_lr": False}, {"max_grad_norm": 0.01}, norm_adv, {"vf_coef": 0.1}):
         runs[str(flags)] = train(monkeypatch, name, **tiny(name) | {"total_timesteps": 512}, **flags)
     values = {next(iter(run.parameters.values())).flatten()[:100].tolist().__repr__() for run in runs.values()}
     assert len(values) == len(runs)
@@ -205,6 +206,11 @@ BAD_PPO = {
     "a trace that grows": ({"gae_lambda": 1.5}, "--gae-lambda"),
     "an infinite rate": ({"learning_rate": float("inf")}, "--learning-rate"),
 }
+BAD_A2C = {
+    "a rollout of one step": ({"num_steps": 1, "num_envs": 1}, "must be at least 2"),
+}
+for case in ("less than a rollout", "a trace that grows", "an infinite rate"):
+    BAD_A2C[case] = BAD_PPO[case]
 BAD_MEMORY = {
     "envs that do not divide": ({"num_minibatches": 7}, "--num-minibatches must divide --num-envs (2)"),
     "no neuron": ({"hidden_size": 0}, "--hidden-size"),
@@ -239,7 +245,9 @@ CASES = [(name, *case) for name in SCRIPTS for case in BAD.items()]
 CASES += [(name, *case) for name in GYM for case in BAD_GYM.items()]
 CASES += [(name, *case) for name in ATARI for case in BAD_ATARI.items()]
 CASES += [(name, *case) for name in DEVICE for case in BAD_DEVICE.items()]
-CASES += [(name, *case) for name in PPO + DEVICE for case in BAD_PPO.items()]
+CASES += [(name, *case) for name in PPO + DEVICE if "ppo" in name for case in BAD_PPO.items()]
+CASES += [(name, *case) for name in DEVICE if "a2c" in name for case in BAD_A2C.items()]
+CASES += [("a2c_device_env_torchcompile", "hours of compilation", ({"num_steps": 65, "compile": True}, "--num-steps"))]
 CASES += [(name, *case) for name in MEMORY for case in BAD_MEMORY.items()]
 CASES += [(name, "discrete actions", BAD_CONTINUOUS["discrete actions"]) for name in PPO if name not in ATARI]
 CASES += [(ATARI[1], "groups that do not divide", ({"env_groups": 3}, "--env-groups"))]

@@ -1,0 +1,589 @@
+# /// script
+# dependencies = [
+#     "torch==2.13.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0",
+# ]
+# ///
+"""Advantage actor-critic (A2C) whose envs are functions of tensors: nothing leaves the device.
+
+    python leanrl/a2c_device_env.py --env-id CartPole-v1 --num-envs 512
+
+Paper: Mnih et al. 2016, https://arxiv.org/abs/1602.01783, section 4, with all envs in step. REINFORCE (Williams 1992)
+is the same with --num-steps 500 --gae-lambda 1: long rollouts, and the value as its baseline.
+Fast twin: a2c_device_env_torchcompile.py. `diff -u` the two files to see what makes it faster.
+Your own env: a class like CartPole below, and its name in ENVS; docs/device.md leads through one.
+Shapes: T = num_steps, N = num_envs; O, A = sizes of an observation and an action.
+Differences from the paper: Adam instead of RMSProp, advantages by GAE, and one learner whose envs step together.
+A truncated episode is bootstrapped, and the step in which an env resets itself counts for nothing.
+"""
+
+import ctypes
+import difflib
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+import zipfile
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: idle threads spin briefly, then sleep
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+A2C_LOSSES = ("policy_loss", "value_loss", "entropy")  # by a2c_loss
+REPORT_EVERY = 10  # rollouts between two reports, in which the host waits for the device
+WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
+    seed: int = 1  # seeds the agent and the envs
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels only
+    cuda: bool = True  # use a GPU if there is one
+    device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
+    tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
+
+    env_id: str = "CartPole-v1"  # one of the envs in this file, which the list ENVS names
+    total_timesteps: int = 5_000_000  # env steps, summed over all envs
+    learning_rate: float = 1e-2  # learning rate of Adam
+    num_envs: int = 512  # number of envs, stepped together; a GPU likes thousands
+    num_steps: int = 8  # steps of each env per rollout, and so per gradient step
+    anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    norm_adv: bool = False  # normalize the advantages of each rollout
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # scale larger gradients down to this norm
+
+    save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
+    checkpoint_interval: int = 0  # save every so many env steps, at a report; 0: never
+    resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
+
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
+    wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
+
+
+def fail(message: str):
+    """Ends the program with exit code 2 and one line on stderr."""
+    print("error:", " ".join(message.split()), file=sys.stderr)  # a quoted message may span several lines
+    sys.exit(2)
+
+
+def check_numbers(args: Args):
+    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
+            least = 0 if may_be_zero else 1
+            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+            if not least <= value < 2**63 or (is_share and value > 1):  # NaN fails, too
+                limits = "between 0 and 1" if is_share else f"at least {least} and below 2**63"
+                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
+
+
+class CartPole:
+    """Gymnasium's CartPole-v1 (Barto, Sutton & Anderson 1983): a cart keeps a pole upright for 500 steps."""
+
+    obs_dim = 4
+    num_actions = 2
+    num_uniforms = 4  # random numbers that a step of one env takes
+    time_limit = 500  # steps, after which an episode is truncated
+
+    @staticmethod
+    def initial(uniform: Tensor) -> Tensor:  # (N, num_uniforms) in [0, 1) -> state (N, 4)
+        return 0.1 * uniform - 0.05
+
+    @staticmethod
+    def transition(state: Tensor, action: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The next state (N, 4), the reward (N,), and whether the episode terminates (N,)."""
+        x, x_dot, theta, theta_dot = state.unbind(-1)  # position in m, angle in rad, and their rates per second
+        force = 20.0 * action - 10.0
+        sin = theta.sin()
+        cos = theta.cos()
+        push = (force + 0.05 * theta_dot**2 * sin) / 1.1
+        theta_acc = (9.8 * sin - cos * push) / (0.5 * (4.0 / 3.0 - 0.1 * cos**2 / 1.1))
+        x_acc = push - 0.05 * theta_acc * cos / 1.1
+        x = x + 0.02 * x_dot  # Euler's method, 50 steps a second
+        theta = theta + 0.02 * theta_dot
+        terminated = (x.abs() > 2.4) | (theta.abs() > math.radians(12))
+        state = torch.stack([x, x_dot + 0.02 * x_acc, theta, theta_dot + 0.02 * theta_acc], -1)
+        return state, torch.ones_like(x), terminated
+
+    @staticmethod
+    def observation(state: Tensor) -> Tensor:  # (N, O)
+        return state
+
+
+class Breakout:
+    """MinAtar's Breakout (Young & Tian 2019), with its three useful actions: stay, left, right.
+
+    The ball flies diagonally over 10 x 10 fields and breaks bricks in rows 1 to 3; the paddle is in row 9.
+    """
+
+    obs_dim = 10 * 10 * 4
+    num_actions = 3
+    num_uniforms = 1
+    time_limit = 1000  # MinAtar has none
+
+    @staticmethod
+    def initial(uniform: Tensor) -> Tensor:  # -> ball x, y, its direction dx, dy, trail x, y, paddle, ... (N, 39)
+        from_left = (uniform[:, 0] < 0.5).int()
+        x = 9 - 9 * from_left
+        dx = 2 * from_left - 1
+        one = torch.ones_like(x)
+        numbers = torch.stack([x, 3 * one, dx, one, x, 3 * one, 4 * one, 0 * one, 0 * one], -1)
+        return torch.cat([numbers, one[:, None].expand(-1, 30)], -1)  # the 30 bricks
+
+    @staticmethod
+    def transition(state: Tensor, action: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        old_x, old_y, dx, dy, _, _, paddle, struck, last_action = state[:, :9].unbind(-1)
+        bricks = state[:, 9:]
+        action = torch.where(uniform[:, 0] < 0.1, last_action, action.int())  # now and then the last one is repeated
+        paddle = (paddle + (action == 2).int() - (action == 1).int()).clamp(0, 9)
+        x = old_x + dx
+        y = old_y + dy
+        dx = torch.where((x < 0) | (x > 9), -dx, dx)
+        dy = torch.where(y < 0, -dy, dy)
+        x = x.clamp(0, 9)
+        y = y.clamp(min=0)
+
+        # a brick that is met breaks and throws the ball back, but not in two steps in a row
+        field = 10 * (y - 1) + x
+        met = bricks * (field[:, None] == torch.arange(30, device=state.device)).int()
+        meets = met.sum(-1) > 0
+        breaks = meets & (struck == 0)
+        bricks = torch.where(breaks[:, None], bricks - met, bricks)
+        dy = torch.where(breaks, -dy, dy)
+
+        # the paddle throws the ball back, to where it came from if it moved in under the ball; else the ball is lost
+        at_bottom = y == 9
+        bricks = torch.where((at_bottom & (bricks.sum(-1) == 0))[:, None], 1, bricks)
+        straight = at_bottom & (old_x == paddle)
+        corner = at_bottom & ~straight & (x == paddle)
+        dx = torch.where(corner, -dx, dx)
+        dy = torch.where(straight | corner, -dy, dy)
+        y = torch.where(breaks | straight | corner, old_y, y)
+        numbers = torch.stack([x, y, dx, dy, old_x, old_y, paddle, meets.int(), action], -1)
+        return torch.cat([numbers, bricks], -1), breaks.float(), at_bottom & ~straight & ~corner
+
+    @staticmethod
+    def observation(state: Tensor) -> Tensor:  # bytes (N, 400): of each field paddle, ball, trail and brick
+        x, y, _, _, trail_x, trail_y, paddle, _, _ = state[:, :9].unbind(-1)
+        fields = torch.stack([90 + paddle, 10 * y + x, 10 * trail_y + trail_x], -1)
+        obs = torch.zeros(len(state), 400, dtype=torch.uint8, device=state.device)
+        obs.scatter_(1, 4 * fields + torch.arange(3, device=state.device), 1)
+        obs[:, 43:160:4] = state[:, 9:]
+        return obs
+
+
+ENVS = {"CartPole-v1": CartPole, "MinAtar/Breakout-v1": Breakout}
+
+
+def step_device(env: type, envs: dict[str, Tensor], action: Tensor, uniform: Tensor):
+    """Steps N envs: returns what they are then, their rewards (N,), and which episodes terminated (N,).
+
+    An env whose episode has ended is reset instead; that step ignores the action and has reward 0 (autoreset mode
+    NEXT_STEP). `envs` holds each env's state, its steps and its reward in the episode so far (clock and score), whether
+    the episode is done, and the score and length of its last whole episode.
+    """
+    over = envs["done"]
+    state, reward, terminated = env.transition(envs["state"], action, uniform)
+    state = torch.where(over[:, None], env.initial(uniform), state)
+    reward = reward.masked_fill(over, 0)
+    terminated = terminated & ~over
+    clock = (envs["clock"] + 1).masked_fill(over, 0)
+    score = envs["score"].masked_fill(over, 0) + reward
+    done = terminated | (clock >= env.time_limit)
+    last_return = torch.where(done, score, envs["last_return"])
+    last_length = torch.where(done, clock, envs["last_length"])
+    envs = {"state": state, "clock": clock, "score": score, "done": done}
+    return envs | {"last_return": last_return, "last_length": last_length}, reward, terminated
+
+
+def first_envs(env: type, num_envs: int, device: torch.device) -> dict[str, Tensor]:
+    """N envs for step_device(). Their clocks differ, so that they are not all truncated in the same step."""
+    clock = torch.randint(env.time_limit, (num_envs,), device=device)
+    unknown = torch.full((num_envs,), math.nan, device=device)  # the first episode of an env, cut short, has no score
+    envs = {"state": env.initial(torch.rand(num_envs, env.num_uniforms, device=device)), "clock": clock}
+    envs |= {"score": unknown, "done": torch.zeros_like(clock, dtype=torch.bool)}
+    return envs | {"last_return": unknown.clone(), "last_length": torch.zeros_like(clock)}
+
+
+class FirstLayer(nn.Module):
+    """A linear layer whose weights are (in, out): for many rows of few inputs, a CPU computes their gradient faster."""
+
+    def __init__(self, in_dim: int, out_dim: int):
+        super().__init__()
+        weight = nn.init.orthogonal_(torch.empty(out_dim, in_dim), 2**0.5)
+        self.weight = nn.Parameter(weight.t().contiguous())
+        self.bias = nn.Parameter(torch.zeros(out_dim))
+
+    def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
+        return x @ self.weight + self.bias
+
+
+def mlp_for_many_rows(in_dim: int, out_dim: int, out_gain: float) -> nn.Sequential:
+    """Two hidden layers of 64 tanh units, with orthogonal weights and zero biases."""
+    layers = [nn.Linear(64, 64), nn.Linear(64, out_dim)]
+    for layer, gain in zip(layers, (2**0.5, out_gain)):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(FirstLayer(in_dim, 64), nn.Tanh(), layers[0], nn.Tanh(), layers[1])
+
+
+class DiscreteAgent(nn.Module):
+    """A policy over discrete actions, and a value function."""
+
+    def __init__(self, obs_dim: int, num_actions: int):
+        super().__init__()
+        self.critic = mlp_for_many_rows(obs_dim, 1, out_gain=1.0)
+        self.actor = mlp_for_many_rows(obs_dim, num_actions, out_gain=0.01)  # so the first actions are almost uniform
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:  # (.., O) -> logits (.., A), value (..)
+        obs = obs.float()
+        return self.actor(obs), self.critic(obs).squeeze(-1)
+
+
+class GreedyDiscreteAgent(nn.Module):
+    """The most probable action."""
+
+    def __init__(self, agent: DiscreteAgent):
+        super().__init__()
+        self.actor = agent.actor
+
+    def forward(self, obs: Tensor) -> Tensor:  # (B, O) -> (B,)
+        return self.actor(obs).argmax(-1)
+
+
+def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    logprobs = logits.log_softmax(-1)  # of all actions
+    logprob = logprobs.gather(-1, action[..., None]).squeeze(-1)
+    return logprob, -(logprobs.exp() * logprobs).sum(-1)
+
+
+def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16); all are (T, N), but value is (T + 1, N).
+
+    If an episode ends at t, value[t + 1] is the value of its last observation, since the env resets one step later.
+    A truncated step bootstraps from it, a terminated one does not. Both cut the trace.
+    """
+    delta = reward + gamma * (1 - terminated) * value[1:] - value[:-1]
+    decay = gamma * gae_lambda * (1 - done)
+    advantages = [torch.zeros_like(delta[0])]
+    for delta_t, decay_t in zip(reversed(delta.unbind()), reversed(decay.unbind())):
+        advantages.append(delta_t + decay_t * advantages[-1])
+    return torch.stack(advantages[:0:-1])  # without the zeros at the start, and in the order of time
+
+
+def a2c_loss(logits: Tensor, value: Tensor, last_value: Tensor, rollout: dict[str, Tensor], args: Args):
+    """A2C's loss () (section 4), what explained_variance() needs, (T, N) of each, and A2C_LOSSES in one tensor.
+
+    logits (T, N, A) and value (T, N) are of the observations in the rollout, last_value (N,) is of those after it.
+    Every mean is over the valid rows.
+    """
+    old_value = value.detach()
+    values = torch.cat([old_value, last_value[None]])
+    outcome = (rollout["reward"], values, rollout["terminated"], rollout["done"])
+    advantage = gae(*outcome, args.gamma, args.gae_lambda)
+    return_ = advantage + old_value
+    count = rollout["valid"].sum().clamp(min=2)
+    weight = rollout["valid"] / count
+    if args.norm_adv:
+        advantage = advantage - (weight * advantage).sum()
+        variance = (rollout["valid"] * advantage**2).sum() / (count - 1)
+        advantage = advantage / (variance.sqrt() + 1e-8)
+    logprob, entropy = categorical_logprob_entropy(rollout["action"], logits)
+    policy_loss = -(weight * advantage * logprob).sum()
+    value_loss = 0.5 * (weight * (value - return_) ** 2).sum()
+    entropy = (weight * entropy).sum()
+    losses = torch.stack([policy_loss, value_loss, entropy]).detach()
+    learned = {"valid": rollout["valid"], "value": old_value, "return": return_}
+    return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, learned, losses
+
+
+def explained_variance(batch: dict[str, Tensor]) -> Tensor:
+    """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
+    valid = batch["valid"] > 0
+    return_ = batch["return"][valid]
+    error = return_ - batch["value"][valid]
+    return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+
+
+def keep_freed_memory():
+    """Lets glibc keep freed memory: mapping it anew costs a page fault for every 4 kB."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: map no large block on its own
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never give back the end of the heap
+
+
+def pick_device(args: Args) -> torch.device:
+    """The device that the flags name; fails if it cannot be used."""
+    default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
+    try:
+        number = torch.zeros((), device=args.device or default)
+        number.item()  # a device like "meta" has none
+    except Exception as error:
+        fail(f"cannot use the device {args.device or default}: {error!s:.300}")
+    if number.is_cuda:
+        torch.cuda.set_device(number.device)
+    return number.device
+
+
+def start_run(args: Args) -> tuple[Path, SummaryWriter]:
+    """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = Path("runs", re.sub("[/:]", "_", run_name))
+    try:
+        if args.track:
+            import wandb
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+            wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
+        run_dir.mkdir(parents=True)  # fails if another run has it
+    except Exception as error:
+        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
+    torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    writer = SummaryWriter(run_dir, flush_secs=10)
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
+    return run_dir, writer
+
+
+def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
+    """Replaces checkpoint.pt; the one before becomes checkpoint.old. Returns the path, or None if it fails."""
+    path = run_dir / "checkpoint.pt"
+    new = run_dir / "checkpoint.new"
+    try:
+        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+            raise OSError("the replay holds NaN or infinity")
+        with new.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            path.replace(run_dir / "checkpoint.old")
+        new.replace(path)
+        return path
+    except (OSError, RuntimeError) as error:
+        print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
+        new.unlink(missing_ok=True)
+        return None
+
+
+def load_checkpoint(args: Args, made_by: list) -> dict:
+    """The checkpoint that --resume names, of the same script, env and sizes; "auto": of the newest run, or {}."""
+    paths = [Path(args.resume)]
+    if args.resume == "auto":
+        name = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__")  # a time follows
+        runs = [run for run in Path("runs").glob("*") if re.fullmatch(re.escape(name) + r"[\d-]{22}", run.name)]
+        paths = [path for run in sorted(runs)[::-1] for path in sorted(run.glob("checkpoint.[po]*"))[::-1]]  # pt, old
+    for path in paths:
+        try:
+            damaged = zipfile.ZipFile(path).testzip()  # torch.load() does not look at the checksums
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            if not damaged and saved["made_by"] == made_by:
+                return saved
+            message = f"{path} is damaged" if damaged else f"{path} is of {saved['made_by']}, not of {made_by}"
+        except Exception as error:  # a damaged file may lead to any
+            message = f"{path} cannot be read: {error!r:.300}"
+        if args.resume != "auto":
+            fail(f"--resume: {message}.")
+        print(f"warning: {message}.", file=sys.stderr)
+    return {}
+
+
+def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
+    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
+    global_step = marks[-1][1]
+    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
+    names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync, if all is well
+    metrics = dict(zip(losses, values))
+    for name, loss in metrics.items():
+        writer.add_scalar(f"losses/{name}", loss, global_step)
+    for name, value in zip(names, values):
+        if not math.isfinite(value):
+            progress.close()
+            writer.close()
+            advice = "a smaller learning rate may help"
+            if not all(x.isfinite().all() for x in data):
+                advice = "an observation, a reward or an action is not finite, either"
+            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    seconds, steps = np.array(marks).T
+    warm = min(WARMUP_REPORTS, len(marks) - 2)
+    metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
+    # compilation, capture, cold caches: how much longer the warm-up took than as many steps take now
+    metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
+    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
+    writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
+    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
+    progress.update(global_step - progress.n)
+    return metrics | {"global_step": global_step}
+
+
+def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, *example):
+    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
+    summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
+    try:
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+        for name, value in metrics.items():
+            number = math.nan if value is None else value
+            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        writer.close()
+        if args.save_model:
+            for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
+                p.data = p.clone(memory_format=torch.contiguous_format)
+            rows = {0: torch.export.Dim("rows")}
+            program = torch.export.export(policy, example, dynamic_shapes=(rows,) * len(example))
+            torch.export.save(program, run_dir / "new.pt2", extra_files={"card.json": json.dumps(summary)})
+            (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
+    except (OSError, RuntimeError) as error:
+        print(f"error: cannot save the results: {error}", file=sys.stderr)
+
+
+def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
+    """Trains an agent and returns the final metrics; after a signal it saves and exits instead."""
+    check_numbers(args)
+    T = args.num_steps
+    N = args.num_envs
+    batch_size = T * N
+    num_iterations = args.total_timesteps // batch_size
+    if num_iterations < 1:
+        fail(f"--total-timesteps must be at least {batch_size}, a rollout.")
+    if batch_size < 2:
+        fail("--num-envs times --num-steps, the steps of a rollout, must be at least 2.")
+    if args.env_id not in ENVS:
+        near = difflib.get_close_matches(args.env_id, ENVS, cutoff=0)
+        fail(f"no env {args.env_id!r} in this file; try {', '.join(near)}.")
+    env = ENVS[args.env_id]
+    made_by = [Path(__file__).stem, args.env_id, T, N]
+    saved = load_checkpoint(args, made_by) if args.resume is not None else {}
+    first_iteration = saved.get("iteration", 0)
+    if first_iteration >= num_iterations:
+        print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
+        sys.exit(0)
+    device = pick_device(args)
+    run_dir, writer = start_run(args)
+    keep_freed_memory()
+
+    agent = DiscreteAgent(env.obs_dim, env.num_actions).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    envs = first_envs(env, N, device)
+
+    parameters = dict(agent.named_parameters())
+    learners = {"agent": agent, "optimizer": optimizer}
+    random = torch.cuda if device.type == "cuda" else torch  # whose generator draws all that follows
+    if saved:
+        for name, x in envs.items():
+            x.copy_(saved["envs"][name])
+        for name, learner in learners.items():
+            learner.load_state_dict(saved[name])
+        random.set_rng_state(saved["rng_state"])
+
+    def step(envs: dict, noise: Tensor, uniform: Tensor) -> tuple[dict, dict]:
+        """Acts in all envs and steps them. Returns what they are then, and a row of the rollout, (N, ..) of each."""
+        obs = env.observation(envs["state"])
+        action = (agent.actor(obs.float()) + noise).argmax(-1)  # with Gumbel noise, this samples from softmax(logits)
+        valid = ~envs["done"]  # an env whose episode has ended only resets
+        envs, reward, terminated = step_device(env, envs, action, uniform)
+        row = {"obs": obs, "action": action, "valid": valid.float(), "reward": reward}
+        return envs, row | {"terminated": terminated.float(), "done": envs["done"].float()}
+
+    def iterate(envs: dict, noise: Tensor, uniform: Tensor) -> tuple[dict, dict, Tensor]:
+        """A rollout and a gradient step on it; the host reads nothing."""
+        rows = []
+        with torch.no_grad():
+            for t in range(T):
+                envs, row = step(envs, noise[t], uniform[t])
+                rows.append(row)
+            last_value = agent.critic(env.observation(envs["state"]).float()).squeeze(-1)
+        rollout = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        logits, value = agent(rollout["obs"])
+        loss, learned, losses = a2c_loss(logits, value, last_value, rollout, args)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        optimizer.step()
+        return envs, learned, losses
+
+    global_step = first_iteration * batch_size
+    progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
+    marks = [(time.perf_counter(), global_step)]
+    interval = args.checkpoint_interval or math.inf
+    saved_at = global_step
+    path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
+    for iteration in range(first_iteration, num_iterations):
+        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
+        learning_rate = args.learning_rate * remaining
+        optimizer.param_groups[0]["lr"] = learning_rate
+        noise = -torch.empty(T, N, env.num_actions, device=device).exponential_().log()  # Gumbel noise
+        uniform = torch.rand(T, N, env.num_uniforms, device=device)
+        envs, learned, losses = iterate(envs, noise, uniform)
+        global_step += batch_size
+
+        # report
+        if (iteration + 1) % REPORT_EVERY and iteration + 1 < num_iterations and not signals:
+            continue
+        losses = dict(zip(A2C_LOSSES, losses)) | {"explained_variance": explained_variance(learned)}
+        ended = ~envs["last_return"].isnan()
+        last_returns = envs["last_return"][ended].tolist()
+        marks.append((time.perf_counter(), global_step))
+        metrics = report(losses, parameters, [envs["state"], learned["return"]], last_returns, marks, writer, progress)
+        writer.add_scalar("charts/learning_rate", learning_rate, global_step)
+        if last_returns:
+            writer.add_scalar("charts/episodic_return", metrics["episodic_return"], global_step)
+            writer.add_scalar("charts/episodic_length", envs["last_length"][ended].float().mean(), global_step)
+
+        # save
+        if signals or global_step // interval > saved_at // interval:
+            kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
+            kept |= {name: learner.state_dict() for name, learner in learners.items()}
+            kept |= {"envs": envs, "rng_state": random.get_rng_state()}
+            path = save_checkpoint(run_dir, kept)
+            saved_at = global_step
+            if signals:
+                stopped_by = signals[0]
+                break
+
+    policy = GreedyDiscreteAgent(agent)
+    finish_run(args, run_dir, writer, {"device": str(device)}, metrics, policy, torch.zeros(2, env.obs_dim))
+    progress.close()
+    if stopped_by:
+        print("to go on: python", shlex.join([*sys.argv, "--resume", str(path or "auto")]), file=sys.stderr)
+        sys.exit(128 + stopped_by)
+    return metrics
+
+
+if __name__ == "__main__":
+    signals = []
+
+    def remember(number: int, _):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    try:
+        train(tyro.cli(Args), signals)
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"\nerror: too little memory on the GPU; lower --num-envs or --num-steps. {error!s:.300}")

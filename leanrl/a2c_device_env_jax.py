@@ -1,0 +1,447 @@
+# /// script
+# dependencies = [
+#     "jax==0.10.2", "jaxlib==0.10.2", "optax==0.2.8", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "torch==2.13.0", "tensorboard==2.21.0", "wandb==0.31.0",
+# ]
+# ///
+"""Advantage actor-critic (A2C) with envs on the device, in JAX: to be held against the PyTorch files.
+
+    python leanrl/a2c_device_env_jax.py --env-id CartPole-v1 --num-envs 512
+
+Paper: Mnih et al. 2016, https://arxiv.org/abs/1602.01783, section 4, with all envs in step.
+From the same weights and the same random numbers it computes what a2c_device_env.py does. All iterations between two
+reports are one call of one compiled function. It logs the same, but has no checkpoints and exports no policy.
+PyTorch writes the logs and does nothing else. Shapes are those of a2c_device_env.py.
+"""
+
+import difflib
+import json
+import math
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from jax import Array, lax
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+A2C_LOSSES = ("policy_loss", "value_loss", "entropy")  # by a2c_loss
+REPORT_EVERY = 10  # rollouts between two reports, in which the host waits for the device
+WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
+    seed: int = 1  # seeds the agent and the envs
+    cuda: bool = True  # use a GPU if there is one
+    tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
+
+    env_id: str = "CartPole-v1"  # one of the envs in this file, which the list ENVS names
+    total_timesteps: int = 5_000_000  # env steps, summed over all envs
+    learning_rate: float = 1e-2  # learning rate of Adam
+    num_envs: int = 512  # number of envs, stepped together; a GPU likes thousands
+    num_steps: int = 8  # steps of each env per rollout, and so per gradient step
+    anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    norm_adv: bool = False  # normalize the advantages of each rollout
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # scale larger gradients down to this norm
+
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
+    wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
+
+
+def fail(message: str):
+    """Ends the program with exit code 2 and one line on stderr."""
+    print("error:", " ".join(message.split()), file=sys.stderr)  # a quoted message may span several lines
+    sys.exit(2)
+
+
+def check_numbers(args: Args):
+    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
+            least = 0 if may_be_zero else 1
+            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+            if not least <= value < 2**63 or (is_share and value > 1):  # NaN fails, too
+                limits = "between 0 and 1" if is_share else f"at least {least} and below 2**63"
+                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
+
+
+class CartPole:
+    """Gymnasium's CartPole-v1 (Barto, Sutton & Anderson 1983): a cart keeps a pole upright for 500 steps."""
+
+    obs_dim = 4
+    num_actions = 2
+    num_uniforms = 4  # random numbers that a step of one env takes
+    time_limit = 500  # steps, after which an episode is truncated
+
+    @staticmethod
+    def initial(uniform: Array) -> Array:  # (N, num_uniforms) in [0, 1) -> state (N, 4)
+        return 0.1 * uniform - 0.05
+
+    @staticmethod
+    def transition(state: Array, action: Array, uniform: Array) -> tuple[Array, Array, Array]:
+        """The next state (N, 4), the reward (N,), and whether the episode terminates (N,)."""
+        x, x_dot, theta, theta_dot = state.T  # position in m, angle in rad, and their rates per second
+        force = 20.0 * action - 10.0
+        sin = jnp.sin(theta)
+        cos = jnp.cos(theta)
+        push = (force + 0.05 * theta_dot**2 * sin) / 1.1
+        theta_acc = (9.8 * sin - cos * push) / (0.5 * (4.0 / 3.0 - 0.1 * cos**2 / 1.1))
+        x_acc = push - 0.05 * theta_acc * cos / 1.1
+        x = x + 0.02 * x_dot  # Euler's method, 50 steps a second
+        theta = theta + 0.02 * theta_dot
+        terminated = (jnp.abs(x) > 2.4) | (jnp.abs(theta) > math.radians(12))
+        state = jnp.stack([x, x_dot + 0.02 * x_acc, theta, theta_dot + 0.02 * theta_acc], -1)
+        return state, jnp.ones_like(x), terminated
+
+    @staticmethod
+    def observation(state: Array) -> Array:  # (N, O)
+        return state
+
+
+class Breakout:
+    """MinAtar's Breakout (Young & Tian 2019), with its three useful actions: stay, left, right.
+
+    The ball flies diagonally over 10 x 10 fields and breaks bricks in rows 1 to 3; the paddle is in row 9.
+    """
+
+    obs_dim = 10 * 10 * 4
+    num_actions = 3
+    num_uniforms = 1
+    time_limit = 1000  # MinAtar has none
+
+    @staticmethod
+    def initial(uniform: Array) -> Array:  # -> ball x, y, its direction dx, dy, trail x, y, paddle, ... (N, 39)
+        from_left = (uniform[:, 0] < 0.5).astype(jnp.int32)
+        x = 9 - 9 * from_left
+        dx = 2 * from_left - 1
+        one = jnp.ones_like(x)
+        numbers = jnp.stack([x, 3 * one, dx, one, x, 3 * one, 4 * one, 0 * one, 0 * one], -1)
+        return jnp.concatenate([numbers, jnp.ones((len(x), 30), jnp.int32)], -1)  # the 30 bricks
+
+    @staticmethod
+    def transition(state: Array, action: Array, uniform: Array) -> tuple[Array, Array, Array]:
+        old_x, old_y, dx, dy, _, _, paddle, struck, last_action = state[:, :9].T
+        bricks = state[:, 9:]
+        action = jnp.where(uniform[:, 0] < 0.1, last_action, action)  # now and then the last one is repeated
+        paddle = jnp.clip(paddle + (action == 2) - (action == 1), 0, 9)
+        x = old_x + dx
+        y = old_y + dy
+        dx = jnp.where((x < 0) | (x > 9), -dx, dx)
+        dy = jnp.where(y < 0, -dy, dy)
+        x = jnp.clip(x, 0, 9)
+        y = jnp.maximum(y, 0)
+
+        # a brick that is met breaks and throws the ball back, but not in two steps in a row
+        field = 10 * (y - 1) + x
+        met = bricks * (field[:, None] == jnp.arange(30))
+        meets = met.sum(-1) > 0
+        breaks = meets & (struck == 0)
+        bricks = jnp.where(breaks[:, None], bricks - met, bricks)
+        dy = jnp.where(breaks, -dy, dy)
+
+        # the paddle throws the ball back, to where it came from if it moved in under the ball; else the ball is lost
+        at_bottom = y == 9
+        bricks = jnp.where((at_bottom & (bricks.sum(-1) == 0))[:, None], 1, bricks)
+        straight = at_bottom & (old_x == paddle)
+        corner = at_bottom & ~straight & (x == paddle)
+        dx = jnp.where(corner, -dx, dx)
+        dy = jnp.where(straight | corner, -dy, dy)
+        y = jnp.where(breaks | straight | corner, old_y, y)
+        numbers = jnp.stack([x, y, dx, dy, old_x, old_y, paddle, meets, action], -1)
+        return jnp.concatenate([numbers, bricks], -1), breaks * 1.0, at_bottom & ~straight & ~corner
+
+    @staticmethod
+    def observation(state: Array) -> Array:  # bytes (N, 400): of each field paddle, ball, trail and brick
+        x, y, _, _, trail_x, trail_y, paddle, _, _ = state[:, :9].T
+        fields = jnp.stack([90 + paddle, 10 * y + x, 10 * trail_y + trail_x], -1)
+        obs = jnp.zeros((len(state), 400), jnp.uint8)
+        obs = obs.at[jnp.arange(len(state))[:, None], 4 * fields + jnp.arange(3)].set(1)
+        return obs.at[:, 43:160:4].set(state[:, 9:].astype(jnp.uint8))
+
+
+ENVS = {"CartPole-v1": CartPole, "MinAtar/Breakout-v1": Breakout}
+
+
+def step_device(env: type, envs: dict[str, Array], action: Array, uniform: Array):
+    """Steps N envs: returns what they are then, their rewards (N,), and which episodes terminated (N,).
+
+    An env whose episode has ended is reset instead; that step ignores the action and has reward 0 (autoreset mode
+    NEXT_STEP). `envs` holds each env's state, its steps and its reward in the episode so far (clock and score), whether
+    the episode is done, and the score and length of its last whole episode.
+    """
+    over = envs["done"]
+    state, reward, terminated = env.transition(envs["state"], action, uniform)
+    state = jnp.where(over[:, None], env.initial(uniform), state)
+    reward = jnp.where(over, 0, reward)
+    terminated = terminated & ~over
+    clock = jnp.where(over, 0, envs["clock"] + 1)
+    score = jnp.where(over, 0, envs["score"]) + reward
+    done = terminated | (clock >= env.time_limit)
+    last_return = jnp.where(done, score, envs["last_return"])
+    last_length = jnp.where(done, clock, envs["last_length"])
+    envs = {"state": state, "clock": clock, "score": score, "done": done}
+    return envs | {"last_return": last_return, "last_length": last_length}, reward, terminated
+
+
+def first_envs(env: type, num_envs: int, key: Array) -> dict[str, Array]:
+    """N envs for step_device(). Their clocks differ, so that they are not all truncated in the same step."""
+    clock_key, state_key = jax.random.split(key)
+    clock = jax.random.randint(clock_key, (num_envs,), 0, env.time_limit)
+    unknown = jnp.full(num_envs, jnp.nan)  # the first episode of an env, cut short, has no score
+    envs = {"state": env.initial(jax.random.uniform(state_key, (num_envs, env.num_uniforms))), "clock": clock}
+    envs |= {"score": unknown, "done": jnp.zeros(num_envs, bool)}
+    return envs | {"last_return": unknown.copy(), "last_length": jnp.zeros_like(clock)}
+
+
+def mlp(key: Array, in_dim: int, out_dim: int, out_gain: float) -> list[tuple[Array, Array]]:
+    """Weights and biases of two hidden layers of 64 units and an output; orthogonal weights and zero biases."""
+    sizes = ((in_dim, 64, 2**0.5), (64, 64, 2**0.5), (64, out_dim, out_gain))
+    keys = jax.random.split(key, len(sizes))
+    orthogonal = jax.nn.initializers.orthogonal
+    return [(orthogonal(gain)(k, (n, m)), jnp.zeros(m)) for k, (n, m, gain) in zip(keys, sizes)]
+
+
+def apply(layers: list[tuple[Array, Array]], x: Array) -> Array:  # (.., in) -> (.., out)
+    for weight, bias in layers[:-1]:
+        x = jnp.tanh(x @ weight + bias)
+    weight, bias = layers[-1]
+    return x @ weight + bias
+
+
+def categorical_logprob_entropy(action: Array, logits: Array) -> tuple[Array, Array]:
+    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    logprobs = jax.nn.log_softmax(logits)  # of all actions
+    logprob = jnp.take_along_axis(logprobs, action[..., None], -1).squeeze(-1)
+    return logprob, -(jnp.exp(logprobs) * logprobs).sum(-1)
+
+
+def gae(reward: Array, value: Array, terminated: Array, done: Array, gamma: float, gae_lambda: float) -> Array:
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16); all are (T, N), but value is (T + 1, N).
+
+    If an episode ends at t, value[t + 1] is the value of its last observation, since the env resets one step later.
+    A truncated step bootstraps from it, a terminated one does not. Both cut the trace.
+    """
+    delta = reward + gamma * (1 - terminated) * value[1:] - value[:-1]
+    decay = gamma * gae_lambda * (1 - done)
+
+    def step(advantage: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
+        delta_t, decay_t = now
+        advantage = delta_t + decay_t * advantage
+        return advantage, advantage
+
+    _, advantages = lax.scan(step, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
+    return advantages
+
+
+def rollout(agent: dict, env: type, envs: dict[str, Array], noise: Array, uniform: Array):
+    """Acts for T steps in N envs: returns what they are then, and of all steps the rows, (T, N) of each name.
+
+    Of logprob, entropy and value, gradients by the agent's parameters can be taken. There is a value more, (T + 1, N):
+    of the last observation. noise is (T, N, A), uniform (T, N, num_uniforms).
+    """
+
+    def step(envs: dict, draws: tuple[Array, Array]) -> tuple[dict, dict]:
+        noise_t, uniform_t = draws
+        obs = env.observation(envs["state"])
+        logits = apply(agent["actor"], obs)
+        action = (logits + noise_t).argmax(-1)  # with Gumbel noise, this samples from softmax(logits)
+        logprob, entropy = categorical_logprob_entropy(action, logits)
+        valid = ~envs["done"]  # an env whose episode has ended only resets
+        envs, reward, terminated = step_device(env, envs, action, uniform_t)
+        row = {"obs": obs, "logprob": logprob, "entropy": entropy, "valid": valid * 1.0, "reward": reward}
+        return envs, row | {"terminated": terminated * 1.0, "done": envs["done"] * 1.0}
+
+    envs, batch = lax.scan(step, envs, (noise, uniform))
+    obs = jnp.concatenate([batch["obs"], env.observation(envs["state"])[None]])
+    return envs, batch | {"value": apply(agent["critic"], obs).squeeze(-1)}
+
+
+def a2c_loss(batch: dict[str, Array], args: Args) -> tuple[Array, dict[str, Array], Array]:
+    """A2C's loss () (section 4) of a rollout, its values and returns (T, N), and what to log, A2C_LOSSES in one array.
+
+    Every mean is over the valid rows.
+    """
+    value = lax.stop_gradient(batch["value"])
+    outcome = (batch["reward"], value, batch["terminated"], batch["done"])
+    advantage = gae(*outcome, args.gamma, args.gae_lambda)
+    return_ = advantage + value[:-1]
+    count = jnp.maximum(batch["valid"].sum(), 2)
+    weight = batch["valid"] / count
+    if args.norm_adv:
+        advantage = advantage - (weight * advantage).sum()
+        variance = (batch["valid"] * advantage**2).sum() / (count - 1)
+        advantage = advantage / (jnp.sqrt(variance) + 1e-8)
+    policy_loss = -(weight * advantage * batch["logprob"]).sum()
+    value_loss = 0.5 * (weight * (batch["value"][:-1] - return_) ** 2).sum()
+    entropy = (weight * batch["entropy"]).sum()
+    learned = {"valid": batch["valid"], "value": value[:-1], "return": return_}
+    losses = jnp.stack([policy_loss, value_loss, entropy])
+    return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, learned, losses
+
+
+def explained_variance(batch: dict[str, Array]) -> Array:
+    """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
+    valid = batch["valid"] > 0
+    error = batch["return"] - batch["value"]
+    return 1 - jnp.var(error, where=valid) / jnp.maximum(jnp.var(batch["return"], where=valid), 1e-8)
+
+
+def adam(args: Args) -> optax.GradientTransformation:
+    """Gradients, scaled down to a norm, to steps of Adam that are not yet multiplied by the learning rate."""
+    return optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=1e-5))
+
+
+def iterate(args: Args, learner: dict, envs: dict, lr: Array, noise: Array, uniform: Array):
+    """A rollout and a gradient step on it: returns the learner, the envs, and the losses.
+
+    The learner has parameters and Adam's state. Random numbers are noise (T, N, A) and uniform (T, N, num_uniforms).
+    """
+
+    def loss_of(parameters: dict) -> tuple[Array, tuple]:
+        now, batch = rollout(parameters, ENVS[args.env_id], envs, noise, uniform)
+        loss, learned, losses = a2c_loss(batch, args)
+        return loss, (now, jnp.append(losses, explained_variance(learned)))
+
+    grads, (envs, losses) = jax.grad(loss_of, has_aux=True)(learner["parameters"])
+    steps, adam_state = adam(args).update(grads, learner["adam"])
+    parameters = jax.tree.map(lambda p, step: p - lr * step, learner["parameters"], steps)
+    return {"parameters": parameters, "adam": adam_state}, envs, losses
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def iterations(frozen_args: tuple, carry: dict, first: int, last: int, num_iterations: int) -> dict:
+    """Iterations first to last - 1. The carry has the learner, the envs, a key, and the losses."""
+    args = Args(**dict(frozen_args))
+    env = ENVS[args.env_id]
+    T = args.num_steps
+    N = args.num_envs
+
+    def body(iteration: Array, carry: dict) -> dict:
+        key, noise_key, uniform_key = jax.random.split(carry["key"], 3)
+        noise = jax.random.gumbel(noise_key, (T, N, env.num_actions))
+        uniform = jax.random.uniform(uniform_key, (T, N, env.num_uniforms))
+        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
+        lr = args.learning_rate * remaining
+        learner, envs, losses = iterate(args, carry["learner"], carry["envs"], lr, noise, uniform)
+        return {"learner": learner, "envs": envs, "key": key, "losses": losses}
+
+    return lax.fori_loop(first, last, body, carry)
+
+
+def start_run(args: Args) -> tuple[Path, SummaryWriter]:
+    """Makes the run folder with its TensorBoard writer (W&B follows it)."""
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    run_dir = Path("runs", re.sub("[/:]", "_", run_name))
+    try:
+        if args.track:
+            import wandb
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+            wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
+        run_dir.mkdir(parents=True)  # fails if another run has it
+    except Exception as error:
+        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
+    jax.config.update("jax_default_matmul_precision", "tensorfloat32" if args.tf32 else "highest")
+    writer = SummaryWriter(run_dir, flush_secs=10)
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
+    return run_dir, writer
+
+
+def report(losses: dict, last_returns: list[float], marks, writer, progress) -> dict[str, float]:
+    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
+    global_step = marks[-1][1]
+    metrics = {name: float(loss) for name, loss in losses.items()}
+    for name, loss in metrics.items():
+        writer.add_scalar(f"losses/{name}", loss, global_step)
+        if not math.isfinite(loss):
+            progress.close()
+            writer.close()
+            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller learning rate may help.")
+    seconds, steps = np.array(marks).T
+    warm = min(WARMUP_REPORTS, len(marks) - 2)
+    metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
+    # compilation: how much longer the warm-up took than as many steps take now
+    metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
+    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
+    writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
+    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
+    progress.update(global_step - progress.n)
+    return metrics | {"global_step": global_step}
+
+
+def train(args: Args) -> dict[str, float]:
+    """Trains an agent and returns the final metrics."""
+    check_numbers(args)
+    T = args.num_steps
+    N = args.num_envs
+    batch_size = T * N
+    num_iterations = args.total_timesteps // batch_size
+    if num_iterations < 1:
+        fail(f"--total-timesteps must be at least {batch_size}, a rollout.")
+    if batch_size < 2:
+        fail("--num-envs times --num-steps, the steps of a rollout, must be at least 2.")
+    if args.env_id not in ENVS:
+        near = difflib.get_close_matches(args.env_id, ENVS, cutoff=0)
+        fail(f"no env {args.env_id!r} in this file; try {', '.join(near)}.")
+    env = ENVS[args.env_id]
+    if not args.cuda:
+        jax.config.update("jax_platforms", "cpu")
+    run_dir, writer = start_run(args)
+
+    actor_key, critic_key, env_key, key = jax.random.split(jax.random.key(args.seed), 4)
+    actor = mlp(actor_key, env.obs_dim, env.num_actions, out_gain=0.01)  # so the first actions are almost uniform
+    parameters = {"actor": actor, "critic": mlp(critic_key, env.obs_dim, 1, out_gain=1.0)}
+    learner = {"parameters": parameters, "adam": adam(args).init(parameters)}
+    losses = jnp.zeros(len(A2C_LOSSES) + 1)
+    carry = {"learner": learner, "envs": first_envs(env, N, env_key), "key": key, "losses": losses}
+    frozen_args = tuple(asdict(args).items())
+
+    progress = tqdm(total=num_iterations * batch_size, unit="step", desc=args.exp_name)
+    marks = [(time.perf_counter(), 0)]
+    for first in range(0, num_iterations, REPORT_EVERY):
+        last = min(first + REPORT_EVERY, num_iterations)
+        carry = iterations(frozen_args, carry, first, last, num_iterations)
+
+        # report
+        losses = dict(zip((*A2C_LOSSES, "explained_variance"), carry["losses"].tolist()))  # waits for the device
+        last_return = np.asarray(carry["envs"]["last_return"])
+        ended = ~np.isnan(last_return)
+        global_step = last * batch_size
+        marks.append((time.perf_counter(), global_step))
+        metrics = report(losses, last_return[ended].tolist(), marks, writer, progress)
+        remaining = 1 - (last - 1) / num_iterations if args.anneal_lr else 1.0
+        writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
+        if ended.any():
+            length = np.asarray(carry["envs"]["last_length"])[ended].mean()
+            writer.add_scalar("charts/episodic_return", metrics["episodic_return"], global_step)
+            writer.add_scalar("charts/episodic_length", length, global_step)
+
+    summary = {"script": Path(__file__).stem, "device": str(jax.devices()[0]), "args": asdict(args), "metrics": metrics}
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    for name, value in metrics.items():
+        writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
+    writer.close()
+    progress.close()
+    return metrics
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args))
