@@ -6,7 +6,7 @@
 # ///
 """Advantage actor-critic (A2C) with envs on the device, in JAX: to be held against the PyTorch files.
 
-    python leanrl/a2c_device_env_jax.py --env-id CartPole-v1 --num-envs 512
+    python leanrl/a2c_device_env_jax.py --env-id CartPole-v1 --num-envs 128
 
 Paper: Mnih et al. 2016, https://arxiv.org/abs/1602.01783, section 4, with all envs in step.
 From the same weights and the same random numbers it computes what a2c_device_env.py does. All iterations between two
@@ -48,14 +48,14 @@ class Args:
 
     env_id: str = "CartPole-v1"  # one of the envs in this file, which the list ENVS names
     total_timesteps: int = 5_000_000  # env steps, summed over all envs
-    learning_rate: float = 1e-2  # learning rate of Adam
-    num_envs: int = 512  # number of envs, stepped together; a GPU likes thousands
+    learning_rate: float = 5e-3  # learning rate of Adam
+    num_envs: int = 128  # number of envs, stepped together; a GPU likes thousands
     num_steps: int = 8  # steps of each env per rollout, and so per gradient step
     anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     norm_adv: bool = False  # normalize the advantages of each rollout
-    ent_coef: float = 0.01  # weight of the entropy bonus
+    ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # scale larger gradients down to this norm
 

@@ -291,7 +291,7 @@ def test_a2c_takes_the_gradient_at_the_states_and_actions_of_the_rollout(monkeyp
         monkeypatch.setattr(script, key, spy)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spied_clip)
     monkeypatch.setattr(script.CartPole, "time_limit", 7)
-    sizes = {"num_envs": 50, "num_steps": 10, "total_timesteps": 500}
+    sizes = {"num_envs": 50, "num_steps": 10, "total_timesteps": 500, "ent_coef": 0.01}
     script.train(script.Args(**sizes, device="cpu", save_model=False))
     assert 0 < parts[0]["valid"].mean() < 1
     for grad, expected in zip(*grads, strict=True):

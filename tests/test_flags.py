@@ -27,8 +27,8 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     "ppo_rnn": OF_MEMORY | {"learning_rate": 3e-3},
     "ppo_device_env": {"env_id": "CartPole-v1", "total_timesteps": 2_000_000, "learning_rate": 2.5e-3, "num_envs": 512}
     | {"num_steps": 32, "clip_coef": 0.2},
-    "a2c_device_env": {"env_id": "CartPole-v1", "total_timesteps": 5_000_000, "learning_rate": 1e-2, "num_envs": 512}
-    | {"num_steps": 8, "norm_adv": False},
+    "a2c_device_env": {"env_id": "CartPole-v1", "total_timesteps": 5_000_000, "learning_rate": 5e-3, "num_envs": 128}
+    | {"num_steps": 8, "norm_adv": False, "ent_coef": 0.0},
     "dqn_lru": {"env_id": "popgym:popgym-PositionOnlyCartPoleEasy-v0", "total_timesteps": 300_000, "num_envs": 8}
     | {"learning_rate": 1e-3, "buffer_size": 100_000, "batch_size": 32, "train_frequency": 40},
 }
