@@ -271,7 +271,7 @@ def best_block(folder: str = "cpu") -> str:
     lines.append("|---|---|---|---|---|---|")
     for report in speed_reports(folder):
         # six rows at most: the rest is in docs/benchmark.md
-        if report["script"] in ("ppo_atari_multigpu", "ppo_lru", "ppo_rnn", "dqn_lru"):
+        if report["script"] in ("ppo_atari_multigpu", "a2c_device_env", "ppo_lru", "ppo_rnn", "dqn_lru"):
             continue
         eager, compiled, peer = best(report)
         beside = f"{against(compiled, peer):.1f} x ({peer['mode']})" if peer else "none steps EnvPool"

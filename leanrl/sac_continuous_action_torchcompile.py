@@ -304,7 +304,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product (M, N) of (M, K) and (K, N), plus a bias (N,); or (B, M, N) of B such pairs."""
     if a.dim() == 3:
         return torch.stack([product(x, y) for x, y in zip(a, b)])
-    a, b = (x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous() for x in (a, b))  # parts are slow
+    a, b = (x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous() for x in (a, b))  # slices are slow
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
 
 
@@ -319,8 +319,8 @@ class ProductsByOneDNN(CustomGraphPass):
         for node in graph.nodes:
             if node.target in (aten.mm.default, aten.bmm.default, aten.addmm.default):
                 *bias, a, b = node.args
-                is_large = node.meta["val"].numel() * a.meta["val"].shape[-1] >= 2**20
-                if is_large and a.meta["val"].dtype == torch.float32:
+                is_large = math.prod(node.meta["val"].shape[-2:]) * a.meta["val"].shape[-1] >= 2**20
+                if is_large and a.meta["val"].dtype == torch.float32 and not node.kwargs:
                     node.target = torch.ops.leanrl.product.default
                     node.args = (a, b, *bias)
 

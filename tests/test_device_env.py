@@ -256,8 +256,8 @@ def test_rollouts_and_advantages_are_those_of_a_loop_over_steps(monkeypatch, nam
 
 
 def test_a2c_takes_the_gradient_at_the_states_and_actions_of_the_rollout(monkeypatch):
-    """Written out once more, from what the envs were told and what they were."""
-    script, agents, states, actions, parts, grads = load("a2c_device_env"), [], [], [], [], []
+    """Written out once more, from what the envs were told and what they were, with returns of its own."""
+    script, agents, states, actions, outcomes, grads = load("a2c_device_env"), [], [], [], [], []
 
     class Spied(script.DiscreteAgent):
         def __init__(self, *dims):
@@ -267,33 +267,38 @@ def test_a2c_takes_the_gradient_at_the_states_and_actions_of_the_rollout(monkeyp
     def spied_step_device(env, envs, action, uniform):
         states.append(envs["state"].clone())
         actions.append(action)
-        return step_device(env, envs, action, uniform)
-
-    def spied_loss(*inputs):
-        loss, learned, losses = a2c_loss(*inputs)
-        parts.append(learned)
-        return loss, learned, losses
+        new_envs, reward, terminated = step_device(env, envs, action, uniform)
+        outcomes.append((new_envs["state"], reward, terminated.float(), new_envs["done"].float(), ~envs["done"]))
+        return new_envs, reward, terminated
 
     def spied_clip(parameters, _):
         parameters = list(parameters)
         grads.append([p.grad.clone() for p in parameters])
         logits, value = agents[0](torch.stack(states))
         policy = torch.distributions.Categorical(logits=logits)
-        valid, old_value, return_ = (parts[0][name] for name in ("valid", "value", "return"))
-        policy_loss = -((return_ - old_value) * policy.log_prob(torch.stack(actions)))[valid > 0].mean()
-        value_loss = 0.5 * ((value - return_) ** 2)[valid > 0].mean()
-        loss = policy_loss - 0.01 * policy.entropy()[valid > 0].mean() + 0.5 * value_loss
+        next_state, reward, terminated, done, valid = map(torch.stack, zip(*outcomes))
+        next_value = agents[0].critic(next_state).squeeze(-1).detach()
+        return_, trace = [], torch.zeros(50)
+        for t in reversed(range(10)):
+            delta = reward[t] + 0.99 * (1 - terminated[t]) * next_value[t] - value[t].detach()
+            trace = delta + 0.99 * 0.95 * (1 - done[t]) * trace
+            return_.insert(0, trace + value[t].detach())
+        return_ = torch.stack(return_)
+        policy_loss = -((return_ - value.detach()) * policy.log_prob(torch.stack(actions)))[valid].mean()
+        value_loss = 0.5 * ((value - return_) ** 2)[valid].mean()
+        loss = policy_loss - 0.01 * policy.entropy()[valid].mean() + 0.5 * value_loss
+        shares.append(valid.float().mean())
         grads.append(torch.autograd.grad(loss, parameters))
 
-    step_device, a2c_loss = script.step_device, script.a2c_loss
-    spies = {"DiscreteAgent": Spied, "step_device": spied_step_device, "a2c_loss": spied_loss}
-    for key, spy in spies.items():
+    shares = []
+    step_device = script.step_device
+    for key, spy in {"DiscreteAgent": Spied, "step_device": spied_step_device}.items():
         monkeypatch.setattr(script, key, spy)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spied_clip)
     monkeypatch.setattr(script.CartPole, "time_limit", 7)
     sizes = {"num_envs": 50, "num_steps": 10, "total_timesteps": 500, "ent_coef": 0.01}
     script.train(script.Args(**sizes, device="cpu", save_model=False))
-    assert 0 < parts[0]["valid"].mean() < 1
+    assert 0 < shares[0] < 1
     for grad, expected in zip(*grads, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6)
 

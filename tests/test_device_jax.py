@@ -31,6 +31,7 @@ def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, na
     for script in (ours, other):  # many a truncation
         monkeypatch.setattr(script.ENVS[env_id], "time_limit", 7)
     sizes = {"env_id": env_id, "num_envs": 32, "num_steps": 16, "total_timesteps": 512 * num_iterations}
+    sizes |= {"ent_coef": 0.03, "norm_adv": True}
     agents, starts = [], []
 
     class Spied(ours.DiscreteAgent):

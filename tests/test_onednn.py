@@ -1,6 +1,7 @@
 """Products of compiled functions by oneDNN: the large ones, and only where that pays."""
 
 import os
+import platform
 
 import pytest
 import torch
@@ -50,18 +51,52 @@ def test_large_products_of_a_gradient_are_onednns_and_equal():
     assert len(products) < len(left)  # the narrow layer's are too small
 
 
+def test_a_product_is_right_whatever_lies_where():
+    torch.manual_seed(0)
+    wide = torch.randn(40, 64)
+    for a in (wide[:, :30], wide[:, :30].contiguous(), wide[:30].t()[:40, :30], torch.randn(30, 40).t()):
+        for b in (wide[:30, :20], torch.randn(30, 20), torch.randn(20, 30).t()):
+            bias = torch.randn(20)
+            torch.testing.assert_close(SCRIPT.product(a, b), a @ b, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(SCRIPT.product(a, b, bias), a @ b + bias, rtol=1e-5, atol=1e-5)
+            pair = SCRIPT.product(torch.stack([a, -a]), torch.stack([b, b]))
+            torch.testing.assert_close(pair, torch.stack([a @ b, -a @ b]), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
-    ("cpu", "pays"),
-    [
-        ({"cpu_name": "AMD EPYC", "avx512_f": True}, True),
-        ({"cpu_name": "AMD EPYC", "avx512_f": False}, False),
-        ({"cpu_name": "Intel(R) Xeon(R) Processor", "avx512_f": True}, False),
-        ({}, False),  # of another make
-    ],
+    ("size", "dtype", "kwargs"), [(100, "float32", {}), (128, "bfloat16", {}), (128, "float32", 0)]
 )
-def test_it_is_on_where_amd_has_avx512(monkeypatch, cpu, pays):
+def test_other_products_stay(size, dtype, kwargs):
+    """Small ones, those of other numbers, and sums with weights."""
+    x = torch.randn(size, size, dtype=getattr(torch, dtype))
+    graph = torch.fx.Graph()
+    a = graph.placeholder("a")
+    a.meta["val"] = x
+    args = (a, a) if kwargs == {} else (a, a, a)
+    target = aten.mm.default if kwargs == {} else aten.addmm.default
+    node = graph.call_function(target, args, {} if kwargs == {} else {"beta": 2})
+    node.meta["val"] = x
+    SCRIPT.ProductsByOneDNN()(graph)
+    assert node.target is target
+
+
+TWINS = [f"{name}_torchcompile" for name in ("td3_continuous_action", "sac_continuous_action")]
+TWINS += [f"{name}_torchcompile" for name in ("ppo_device_env", "a2c_device_env")]
+AMD = {"cpu_name": "AMD EPYC", "avx512_f": True}
+CPUS = [(AMD, True), (AMD | {"avx512_f": False}, False), (AMD | {"cpu_name": "Intel(R) Xeon(R)"}, False), ({}, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "cpu", "pays"), [(TWINS[0], *case) for case in CPUS] + [(x, AMD, True) for x in TWINS[1:]]
+)
+def test_it_is_on_where_amd_has_avx512(monkeypatch, name, cpu, pays):
     options = []
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
     monkeypatch.setattr(torch, "compile", lambda f, **kwargs: options.append(kwargs["options"]) or f)
-    train(monkeypatch, SCRIPT.__name__, **tiny(SCRIPT.__name__), compile=True)
+    train(monkeypatch, name, **tiny(name), compile=True)
     assert {"post_grad_custom_pre_pass" in of_one for of_one in options} == {pays}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of processors of another make, nothing is asked")
+def test_pytorch_tells_the_name_and_the_instructions_of_the_processor():
+    assert {"cpu_name", "avx512_f"} <= torch.cpu.get_capabilities().keys()

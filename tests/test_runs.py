@@ -247,7 +247,9 @@ CASES += [(name, *case) for name in ATARI for case in BAD_ATARI.items()]
 CASES += [(name, *case) for name in DEVICE for case in BAD_DEVICE.items()]
 CASES += [(name, *case) for name in PPO + DEVICE if "ppo" in name for case in BAD_PPO.items()]
 CASES += [(name, *case) for name in DEVICE if "a2c" in name for case in BAD_A2C.items()]
-CASES += [("a2c_device_env_torchcompile", "hours of compilation", ({"num_steps": 65, "compile": True}, "--num-steps"))]
+CASES += [
+    ("a2c_device_env_torchcompile", "minutes of compilation", ({"num_steps": 65, "compile": True}, "--num-steps"))
+]
 CASES += [(name, *case) for name in MEMORY for case in BAD_MEMORY.items()]
 CASES += [(name, "discrete actions", BAD_CONTINUOUS["discrete actions"]) for name in PPO if name not in ATARI]
 CASES += [(ATARI[1], "groups that do not divide", ({"env_groups": 3}, "--env-groups"))]
