@@ -200,7 +200,7 @@ CATALOG = {
         tiny={"env_id": "CartPole-v1", "num_envs": 4, "num_steps": 32, "total_timesteps": 1024},
         saving={"num_steps": 4, "total_timesteps": 4 * 30 * 2, "checkpoint_interval": 80},
         # an episode pays 500 at most, and 22 with random actions
-        gate=({"num_envs": 32, "total_timesteps": 250_000, "learning_rate": 3e-3, "ent_coef": 0.01}, 80, 300),
+        gate=({"num_envs": 32, "total_timesteps": 250_000, "learning_rate": 3e-3, "ent_coef": 0.01}, 60, 100),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=1,  # an iteration
         on_device=True,
