@@ -301,7 +301,7 @@ class ProductsByOneDNN(CustomGraphPass):
         for node in graph.nodes:
             if node.target in (aten.mm.default, aten.bmm.default, aten.addmm.default):
                 *bias, a, b = node.args
-                is_large = math.prod(node.meta["val"].shape[-2:]) * a.meta["val"].shape[-1] >= 2**20
+                is_large = math.prod(node.meta["val"].shape[-2:]) * a.meta["val"].shape[-1] >= 2**23
                 if is_large and a.meta["val"].dtype == torch.float32 and not node.kwargs:
                     node.target = torch.ops.leanrl.product.default
                     node.args = (a, b, *bias)

@@ -23,7 +23,7 @@ def test_large_products_of_a_gradient_are_onednns_and_equal():
     torch.manual_seed(0)
     shapes = {"shared": (96, 80), "bias": (96,), "first": (2, 96, 128), "second": (2, 128, 64), "narrow": (64, 2)}
     params = {name: torch.randn(shape) / 10 for name, shape in shapes.items()}
-    x = torch.randn(256, 80)
+    x = torch.randn(2048, 80)
     left = []
 
     class Watched(SCRIPT.ProductsByOneDNN):
@@ -45,8 +45,8 @@ def test_large_products_of_a_gradient_are_onednns_and_equal():
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected_grads[name], rtol=1e-4, atol=1e-5)
     products = [shape for target, shape in left if target is torch.ops.leanrl.product.default]
-    forward = [(256, 96), (256, 256), (2, 256, 64)]  # the second is the first layer of both networks at once
-    backward = [(2, 256, 128), (2, 128, 64), (256, 96), (256, 96), (96, 80)]
+    forward = [(2048, 96), (256, 2048), (2, 2048, 64)]  # the second is the first layer of both networks at once
+    backward = [(2, 2048, 128), (2, 128, 64), (256, 96), (2048, 96), (96, 80)]
     assert sorted(products) == sorted(forward + backward)
     assert len(products) < len(left)  # the narrow layer's are too small
 
@@ -64,7 +64,7 @@ def test_a_product_is_right_whatever_lies_where():
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "kwargs"), [(100, "float32", {}), (128, "bfloat16", {}), (128, "float32", 0)]
+    ("size", "dtype", "kwargs"), [(200, "float32", {}), (256, "bfloat16", {}), (256, "float32", 0)]
 )
 def test_other_products_stay(size, dtype, kwargs):
     """Small ones, those of other numbers, and sums with weights."""
