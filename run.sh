@@ -59,7 +59,7 @@ case ${1:-} in
   sweep)
     for out in cpu "cpu-one-thread ppo_device_env a2c_device_env --threads 1"; do python benchmark/compare.py --out benchmark/results/$out; done
     for tool in phases ablate scale; do python benchmark/$tool.py --out benchmark/results/$tool; done
-    for tool in saving steps; do python benchmark/$tool.py; done; python benchmark/scans.py --out benchmark/results/scans.json
+    for tool in saving steps efficiency; do python benchmark/$tool.py; done; python benchmark/scans.py --out benchmark/results/scans.json
     run="python benchmark/returns.py" modes="--modes eager compile compile+bf16" jax="--modes compile jax"
     $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
     $run ppo_continuous_action --modes eager --seeds 1

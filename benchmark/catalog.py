@@ -88,6 +88,17 @@ CATALOG = {
         graphs=1,
         peers=peers.PPO | peers.PPO_UNNORMALISED,
     ),
+    "ppo_continuous_action_ray": Script(
+        env_id="HalfCheetah-v4",
+        steps=40_960,
+        requirements="ray",
+        policy="Agent",
+        losses=PPO_LOSSES,
+        tiny={"env_id": "Pendulum-v1", "num_steps": 256, "num_minibatches": 4, "update_epochs": 2}
+        | {"num_workers": 1, "envs_per_worker": 1, "total_timesteps": 1024},
+        saving={"num_steps": 64, "num_minibatches": 2, "total_timesteps": 64 * 4 * 2, "checkpoint_interval": 128},
+        graphs=1,
+    ),
     "td3_continuous_action": Script(
         env_id="HalfCheetah-v4",
         steps=6_000,
@@ -219,6 +230,17 @@ CATALOG = {
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=2,
         modes=MODES | BF16 | GROUPS,  # no other library steps EnvPool
+    ),
+    "ppo_atari_ray": Script(
+        env_id="Breakout-v5",
+        steps=16_384,
+        requirements="ray-atari",
+        policy="AtariAgent",
+        losses=f"{PPO_LOSSES} ratio ratio_clipfrac played_approx_kl",
+        tiny={"env_id": "Breakout-v5", "num_workers": 1, "envs_per_worker": 2, "num_steps": 16, "update_epochs": 2}
+        | {"total_timesteps": 256},
+        saving={"total_timesteps": 16 * 6 * 2, "checkpoint_interval": 64},
+        graphs=1,
     ),
     "ppo_atari_multigpu": Script(
         env_id="Breakout-v5",

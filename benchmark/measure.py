@@ -126,7 +126,7 @@ def run_script(args: Args) -> dict:
     import torch
 
     script, flags = load(args), CATALOG[args.script].modes[args.mode][1]
-    script.time = SimpleNamespace(perf_counter=clock, time=time.time)
+    script.time = SimpleNamespace(**vars(time) | {"perf_counter": clock})
     report, (rates, on_report) = script.report, slices(args, script.WARMUP_REPORTS)
 
     metrics = {}

@@ -468,6 +468,27 @@ def scans_block() -> str:
     return "\n".join([*lines, "", f"({sizes}, {resets}; {where})"])
 
 
+def ray_block() -> str:
+    """Markdown: the efficiency of sleeping simulators, by the way they are called, and the formula that fits."""
+    report = json.loads((RESULTS / "ray.json").read_text())
+    rows = {(row["way"], row["milliseconds"], row["workers"]): row["efficiency"] for row in report["rows"]}
+    counts = sorted({workers for _, _, workers in rows})
+    lines = ["| step | called by | " + " | ".join(f"{n} worker{'s' * (n > 1)}" for n in counts) + " |"]
+    lines.append("|---|---|" + "---|" * len(counts))
+    for way, milliseconds in dict.fromkeys((way, milliseconds) for way, milliseconds, _ in rows):
+        cells = [rows.get((way, milliseconds, n)) for n in counts]
+        cells = ["-" if x is None else f"{x:.0%}" for x in cells]
+        lines.append(f"| {milliseconds:,} ms | {way} | {' | '.join(cells)} |")
+    envs = ", ".join(f"{envs} at {milliseconds} ms" for milliseconds, envs in report["envs"].items())
+    where = report["machine"]
+    where = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date']}, commit {where['commit']}"
+    fit = report["fit"]
+    text = f"Share of their time that simulators work, which sleep for a step; envs of a worker: {envs} ({where}). "
+    text += f"For one env a call, the formula fits with l = {fit['latency_ms']:.2f} ms and c = {fit['cost_ms']:.2f} ms "
+    text += f"(rms error {fit['rms']:.1%})."
+    return "\n".join([*lines, "", text])
+
+
 BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "claim": claim_block, "returns": returns_block}
 BLOCKS |= {
     "speed cpu-amx": lambda: speed_block("cpu-amx"),
@@ -483,6 +504,7 @@ BLOCKS |= {
     "bf16 sac": lambda: bf16_block("sac_continuous_action", "HalfCheetah-v4", "200000"),
     "saving": saving_block,
     "steps": steps_block,
+    "ray": ray_block,
 }
 for tag in re.findall(r"<!-- gain (\w+) -->", (ROOT / "docs" / "performance.md").read_text()):
     BLOCKS[f"gain {tag}"] = lambda tag=tag: gain_block(tag)

@@ -106,7 +106,7 @@ def check_numbers(args: Args):
     """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
+            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval", "lag")
             least = 0 if may_be_zero else 1
             is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
             if not least <= value < 2**63 or (is_share and value > 1):  # NaN fails, too
@@ -114,19 +114,18 @@ def check_numbers(args: Args):
                 fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
 
 
-def make_envs(env_id: str, seeds: list[int]):
-    """Makes EnvPool envs of an Atari game, one per seed.
+def make_envs(env_id: str, seeds: list[int], num_threads: int = 0):
+    """Makes EnvPool envs of an Atari game, one per seed; with 0 threads, it takes as many as there are cores.
 
     A lost life ends an episode, and rewards are clipped to -1, 0 or 1. The unclipped reward is in info["reward"].
     """
+    options = {"episodic_life": True, "reward_clip": True, "num_threads": num_threads}
     try:
         import envpool  # here, so that its absence gets a sentence
     except ImportError:
         fail("EnvPool is missing; pip install envpool==1.2.5")
     try:
-        return envpool.make(
-            env_id, env_type="gymnasium", num_envs=len(seeds), env_seed=seeds, episodic_life=True, reward_clip=True
-        )
+        return envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), env_seed=seeds, **options)
     except (AssertionError, TypeError):
         games = [name for name, spec in envpool.registration.registry.specs.items() if spec[0] == "envpool.atari"]
         near = difflib.get_close_matches(env_id, games, cutoff=0)

@@ -90,7 +90,7 @@ def check_numbers(args: Args):
     """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval")
+            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval", "lag")
             least = 0 if may_be_zero else 1
             is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
             if not least <= value < 2**63 or (is_share and value > 1):  # NaN fails, too

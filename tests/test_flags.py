@@ -14,6 +14,8 @@ COUNTERPARTS = {
     "ppo_lru": "ppo_atari_lstm",
     "ppo_rnn": "ppo_atari_lstm",
     "dqn_lru": "dqn",
+    "ppo_continuous_action_ray": "ppo_continuous_action",
+    "ppo_atari_ray": "ppo_atari_envpool",
     "ppo_device_env": "ppo_atari_envpool",
     "a2c_device_env": "ppo_atari_envpool",
 }  # of CleanRL's, where its name is another
@@ -23,6 +25,8 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     "td3_continuous_action": {"env_id": "HalfCheetah-v4"},
     "sac_continuous_action": {"env_id": "HalfCheetah-v4"},
     "ppo_atari_multigpu": {"env_id": "Breakout-v5", "backend": None},
+    "ppo_continuous_action_ray": {"num_steps": 128},
+    "ppo_atari_ray": {"num_steps": 64},
     "ppo_lru": OF_MEMORY,
     "ppo_rnn": OF_MEMORY | {"learning_rate": 3e-3},
     "ppo_device_env": {"env_id": "CartPole-v1", "total_timesteps": 2_000_000, "learning_rate": 2.5e-3, "num_envs": 512}
@@ -34,6 +38,7 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
 }
 OF_RANKS = {"device_ids", "world_size", "num_envs", "local_batch_size", "local_minibatch_size"}  # torchrun says them
 OURS = {"device", "tf32", "checkpoint_interval", "resume"}  # in every script; torchrun says the device of a rank
+OF_WORKERS = {"num_workers", "envs_per_worker", "ray_address", "worker_timeout"}
 OF_SLICES = {"hidden_size", "state_interval", "burn_in", "seq_length"}
 OURS_OF = {
     "_torchcompile": {"compile", "cudagraphs"},
@@ -46,6 +51,10 @@ OURS_OF = {
     "ppo_atari_envpool_torchcompile": {"env_groups", "bf16"},
     "td3_continuous_action_torchcompile": {"bf16"},
     "sac_continuous_action_torchcompile": {"bf16"},
+    "ppo_continuous_action_ray": OF_WORKERS | {"act_on", "env_groups"},
+    "ppo_continuous_action_ray_torchcompile": OF_WORKERS | {"act_on", "env_groups"},
+    "ppo_atari_ray": OF_WORKERS | {"lag", "first_come", "max_lag", "rho_clip", "c_clip"},
+    "ppo_atari_ray_torchcompile": OF_WORKERS | {"lag", "first_come", "max_lag", "rho_clip", "c_clip"},
     "ppo_atari_multigpu": {"timeout", "compile", "ddp", "cudagraphs"},
 }
 
@@ -65,7 +74,7 @@ def test_names_and_defaults_are_cleanrls(name):
     assert MISSING not in ours.values()
     absent = ABSENT | ({"target_kl"} if base in COUNTERPARTS else set())
     absent |= COMPUTED if "ppo" in name else COMPUTED | OF_PPO if "a2c" in name else set()
-    absent |= OF_RANKS if "multigpu" in name else set()
+    absent |= OF_RANKS if "multigpu" in name else {"num_envs"} if "_ray" in name else set()
     assert theirs.keys() - ours.keys() <= absent
     added = set().union(*(flags for part, flags in OURS_OF.items() if name.endswith(part)))
     assert ours.keys() - theirs.keys() - {"save_model"} == added | (OURS - {"device"} if "multigpu" in name else OURS)

@@ -94,7 +94,11 @@ def test_every_command_in_the_documents_parses(line):
         assert set(words[1:]) <= {"--check"}
     elif name.startswith("benchmark/"):
         args = tyro.cli(importlib.import_module(name.removeprefix("benchmark/")).Args, args=words[1:])
-        scripts = [] if name == "benchmark/scans" else getattr(args, "scripts", None) or [args.script]
+        scripts = (
+            []
+            if name in ("benchmark/scans", "benchmark/efficiency")
+            else getattr(args, "scripts", None) or [args.script]
+        )
         assert all((ROOT / "leanrl" / f"{script}.py").exists() for script in scripts)
     else:
         tyro.cli(load(name).Args, args=words[1:])

@@ -51,7 +51,9 @@ def record(monkeypatch, name: str, **args):
             patch.setattr(script, "normalize_obs", lambda stats, obs: obs)
             patch.setattr(script, "normalize_reward", lambda stats, returns, reward, *rest: reward)
         patch.setattr(torch, "randperm", lambda n, device=None: torch.arange(n, device=device))
-        args = {"num_envs": 1, "num_minibatches": 1, "update_epochs": 1, "learning_rate": 0.0} | args
+        args = {"num_minibatches": 1, "update_epochs": 1, "learning_rate": 0.0} | args
+        if hasattr(script.Args, "num_envs"):
+            args = {"num_envs": 1} | args
         args["env_id"] = "ScriptedEnv-v0"
         run = train(patch, name, **args)
     return calls, batches, run

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from catalog import row
-from conftest import ATARI, DEVICE, OFF_POLICY, ROOT, TWINS, ScriptedPool, largest_difference, load, tiny, train
+from conftest import ATARI, DEVICE, OFF_POLICY, RAY, ROOT, TWINS, ScriptedPool, largest_difference, load, tiny, train
 from torch._dynamo.utils import counters
 
 
@@ -20,7 +20,10 @@ def body(name: str) -> list[str]:
     return text[text.index("\nimport ") :].splitlines()
 
 
-@pytest.mark.parametrize(("eager", "twin"), TWINS)
+PAIRS = TWINS + [(name.removesuffix("_torchcompile"), name) for name in RAY if name.endswith("_torchcompile")]
+
+
+@pytest.mark.parametrize(("eager", "twin"), PAIRS)
 def test_each_hunk_names_its_trick(eager, twin):
     headings = set(re.findall(r"^### (perf\[\w+\])", (ROOT / "docs" / "performance.md").read_text(), re.MULTILINE))
     hunks = re.split(r"^@@.*\n", "\n".join(difflib.unified_diff(body(eager), body(twin), lineterm="")), flags=re.M)[1:]
@@ -35,7 +38,7 @@ def test_each_hunk_names_its_trick(eager, twin):
             assert "perf[" in run, f"no perf[name] in these lines of {twin}:\n{run}"
 
 
-@pytest.mark.parametrize(("eager", "twin"), TWINS)
+@pytest.mark.parametrize(("eager", "twin"), PAIRS)
 def test_twins_align(eager, twin):
     assert difflib.SequenceMatcher(None, body(eager), body(twin), autojunk=False).ratio() >= 0.8
     assert "perf[" not in "\n".join(body(eager))

@@ -1,0 +1,131 @@
+"""Measures how much of their time slow simulators work, by how they are called: envs that sleep, on Ray's workers.
+
+    python benchmark/efficiency.py --workers 1 4 16 --milliseconds 100 10 1
+
+The efficiency is the rate of env steps, while sampling, over that of as many simulators that never wait. Each way is
+the twin ppo_continuous_action_ray_torchcompile.py with other flags; Gymnasium's AsyncVectorEnv stands beside. Writes
+results/ray.json, which plot.py shows, with the formula that fits a call per env step (docs/ray.md).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import gymnasium as gym
+import numpy as np
+import sleeping
+import tyro
+from compare import machine
+from scipy.optimize import curve_fit
+
+FOLDER = Path(__file__).resolve().parent
+WAYS = {
+    "one env a call": {"envs_per_worker": 1, "act_on": "learner"},
+    "many envs a call": {"act_on": "learner"},
+    "many envs a call, in two groups": {"act_on": "learner", "env_groups": 2},
+    "rollouts": {"act_on": "worker"},
+}
+ASYNC = "AsyncVectorEnv"
+ENVS = {1: 16, 10: 16, 100: 4, 1000: 2}  # of each worker, by the milliseconds of a step
+
+
+@dataclass
+class Args:
+    workers: tuple[int, ...] = (1, 4, 16)  # numbers of workers
+    milliseconds: tuple[int, ...] = sleeping.MILLISECONDS  # times that a step takes
+    ways: tuple[str, ...] = (*WAYS, ASYNC)  # how the simulators are called
+    out: Path = FOLDER / "results" / "ray.json"  # where the JSON goes
+    cell: str | None = None  # measure this one alone, "way/workers/milliseconds", and print its steps per second
+
+
+def steps_of_ray(way: str, workers: int, milliseconds: int) -> float:
+    """Env steps a second while sampling, after a first iteration; each takes about a second, or two steps."""
+    sys.path.insert(0, str(FOLDER.parent / "leanrl"))
+    import ppo_continuous_action_ray_torchcompile as script
+
+    flags = {"envs_per_worker": ENVS[milliseconds]} | WAYS[way]
+    envs = flags["envs_per_worker"]
+    num_steps = int(np.clip(1000 / envs / milliseconds, 2, 128))
+    rates = []
+    add_scalar = script.SummaryWriter.add_scalar
+
+    def spied(writer, name, value, step):
+        if name == "charts/sampling_seconds":
+            rates.append(num_steps * workers * envs / value)
+        add_scalar(writer, name, value, step)
+
+    script.SummaryWriter.add_scalar = spied
+    iterations = 3 if milliseconds == 1000 else 5
+    flags |= {"num_workers": workers, "num_steps": num_steps, "num_minibatches": 1, "update_epochs": 1}
+    flags |= {"total_timesteps": iterations * num_steps * workers * envs, "save_model": False, "device": "cpu"}
+    script.train(script.Args(env_id=f"sleeping:Sleep{milliseconds}ms-v0", **flags))
+    return mean(rates[1:])
+
+
+def steps_of_gymnasium(workers: int, milliseconds: int) -> float:
+    """Env steps a second of a vector env with a process for each env."""
+    env_id = f"Sleep{milliseconds}ms-v0"
+    envs = gym.vector.AsyncVectorEnv([lambda: gym.make(env_id)] * workers)
+    envs.reset()
+    action = np.zeros((workers, 6), np.float32)
+    steps = max(3, 3000 // milliseconds)
+    for _ in range(2):
+        envs.step(action)
+    start = time.perf_counter()
+    for _ in range(steps):
+        envs.step(action)
+    seconds = time.perf_counter() - start
+    envs.close()
+    return steps * workers / seconds
+
+
+def measure(cell: str) -> float:
+    """In a process of its own, since Ray's processes outlive a call."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--cell", cell]
+        process = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder)
+    if process.returncode:
+        sys.exit(process.stderr)
+    return float(process.stdout.split()[-1])
+
+
+def fit(rows: list[dict]) -> dict:
+    """Latency and cost of a call, in milliseconds: efficiency = D / (D + latency + workers * cost)."""
+    points = [row for row in rows if row["way"] == "one env a call"]
+    x = np.array([[row["milliseconds"], row["workers"]] for row in points], float).T
+    y = [row["efficiency"] for row in points]
+    formula = lambda x, latency, cost: x[0] / (x[0] + latency + x[1] * cost)  # noqa: E731
+    (latency, cost), _ = curve_fit(formula, x, y, p0=(1, 0.3), bounds=(0, np.inf))
+    rms = float(np.sqrt(np.mean((formula(x, latency, cost) - y) ** 2)))
+    return {"latency_ms": latency, "cost_ms": cost, "rms": rms}
+
+
+def main(args: Args):
+    if args.cell:
+        way, workers, milliseconds = args.cell.split("/")
+        numbers = int(workers), int(milliseconds)
+        print(steps_of_gymnasium(*numbers) if way == ASYNC else steps_of_ray(way, *numbers))
+        return
+    rows = []
+    for milliseconds in args.milliseconds:
+        for workers in args.workers:
+            for way in args.ways:
+                rate = measure(f"{way}/{workers}/{milliseconds}")
+                row = {"way": way, "workers": workers, "milliseconds": milliseconds, "steps_per_second": rate}
+                rows.append(row | {"efficiency": rate * milliseconds / 1000 / workers})
+                print(*rows[-1].values(), flush=True)
+                result = {"machine": machine(), "envs": ENVS, "rows": rows}
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if "one env a call" in args.ways and len(rows) > 3:
+        args.out.write_text(json.dumps(result | {"fit": fit(rows)}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

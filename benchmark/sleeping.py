@@ -1,0 +1,32 @@
+"""Environments whose step takes a given time, in which they sleep: Sleep1ms-v0, Sleep10ms-v0 and so on.
+
+They stand for a simulator that is slow. Their observations have the size of HalfCheetah's, and are zeros.
+"""
+
+import time
+
+import gymnasium as gym
+import numpy as np
+
+MILLISECONDS = (1, 10, 100, 1000)
+
+
+class Sleep(gym.Env):
+    observation_space = gym.spaces.Box(-1, 1, (17,))
+    action_space = gym.spaces.Box(-1, 1, (6,))
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.obs = np.zeros(17, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.obs, {}
+
+    def step(self, action):
+        time.sleep(self.seconds)
+        return self.obs, 0.0, False, False, {}
+
+
+for milliseconds in MILLISECONDS:
+    gym.register(f"Sleep{milliseconds}ms-v0", Sleep, kwargs={"seconds": milliseconds / 1000}, disable_env_checker=True)

@@ -1,0 +1,113 @@
+"""Ray in one process, for tests: actors are objects, and a call is made at once. What goes in and out is pickled.
+
+As with Ray, arrays that come out cannot be written to. A call whose number is in `lost` ends with an error, and so do
+those that are made of its actor before it is reset.
+"""
+
+import pickle
+from types import SimpleNamespace
+
+import cloudpickle
+import torch
+
+
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
+    pass
+
+
+class RayActorError(RayError):
+    pass
+
+
+class ActorDiedError(RayActorError):
+    pass
+
+
+class GetTimeoutError(RayError, TimeoutError):
+    pass
+
+
+ERRORS = (RayError, RayTaskError, RayActorError, ActorDiedError, GetTimeoutError)
+exceptions = SimpleNamespace(**{error.__name__: error for error in ERRORS})
+cloudpickle = SimpleNamespace(register_pickle_by_value=lambda module: None, dumps=cloudpickle.dumps)
+calls = []  # (actor, method) of every call
+lost = {}  # number of a call -> the error that it ends with; the actor begins anew
+
+
+def reset():
+    calls.clear()
+    lost.clear()
+
+
+def through_pickle(x):
+    buffers = []
+    data = cloudpickle.dumps(x, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
+
+
+class Reference:
+    def __init__(self, value):
+        self.value = value
+
+
+def put(x) -> Reference:
+    return Reference(through_pickle(x))
+
+
+def get(reference: Reference, timeout: float):
+    if isinstance(reference.value, Exception):
+        raise reference.value
+    return reference.value
+
+
+def wait(references: list, timeout: float) -> tuple[list, list]:
+    """The last one is ready first."""
+    return references[-1:], references[:-1]
+
+
+class Actor:
+    def __init__(self, cls, *args):
+        self.make = lambda: cls(*through_pickle(args))
+        self.instance = self.make()
+        self.error = None  # that its calls end with, since it was lost
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *args: self.call(name, *args))
+
+    def call(self, name, *args) -> Reference:
+        calls.append((self, name))
+        if len(calls) in lost:
+            self.instance = self.make()
+            self.error = lost[len(calls)]
+        elif name == "reset":  # it has been started again
+            self.error = None
+        if self.error:
+            return Reference(self.error)
+        args = [get(x, 0) if isinstance(x, Reference) else x for x in args]
+        with torch.random.fork_rng(devices=[]):  # a process has random numbers of its own
+            return put(getattr(self.instance, name)(*through_pickle(args)))
+
+
+def remote(**options):
+    assert options["max_task_retries"] == 0  # a step is never repeated behind the learner's back
+    return lambda cls: SimpleNamespace(remote=lambda *args: Actor(cls, *args))
+
+
+def kill(actor, no_restart=True):
+    pass
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def cluster_resources() -> dict[str, float]:
+    return {"CPU": 4.0, "object_store_memory": 2e9}
+
+
+def nodes() -> list:
+    return [{}]

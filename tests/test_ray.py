@@ -1,0 +1,510 @@
+"""Simulators on Ray: what the script of one process computes, wherever the policy acts, whatever happens to workers.
+
+Most tests run Ray's calls in this process (local_ray.py), where a worker can be lost at a chosen call. Those that are
+marked slow run Ray itself.
+"""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import local_ray
+import numpy as np
+import pytest
+import torch
+from catalog import row
+from conftest import RAY, ROOT, QuadrantPool, ScriptedPool, close_writers, largest_difference, load, tiny, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_scripted_env import record
+from torch._dynamo.utils import counters
+
+CONTINUOUS = [name for name in RAY if "continuous" in name]
+ON_LEARNER = {"act_on": "learner"}
+ONE_WORKER = {"num_workers": 1, "envs_per_worker": 2}
+TWO_WORKERS = {"num_workers": 2, "envs_per_worker": 1}
+
+
+def alone(name: str) -> str:
+    """The script that does the same in one process."""
+    return name.replace("_ray", "")
+
+
+def problem(name: str) -> dict:
+    flags = tiny(name) | row(name).saving
+    return {key: value for key, value in flags.items() if key not in ("num_workers", "envs_per_worker")}
+
+
+def same(a, b) -> bool:
+    ignored = dict.fromkeys(("SPS", "startup_seconds", "lost_workers", "share_waited"), 0)
+    same_parameters = all(torch.equal(p, b.parameters[name]) for name, p in a.parameters.items())
+    return same_parameters and a.metrics | ignored == b.metrics | ignored
+
+
+@pytest.fixture
+def local(monkeypatch):
+    local_ray.reset()
+    monkeypatch.setitem(sys.modules, "ray", local_ray)
+    return local_ray
+
+
+@pytest.mark.parametrize("env_id", ["Pendulum-v1", "ScriptedEnv-v0"])
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_workers_compute_what_one_process_computes(monkeypatch, local, name, env_id):
+    """To the bit; but two workers that act know less of each other's observations, which they normalize by."""
+    flags = problem(name) | {"env_id": env_id, "checkpoint_interval": 0}
+    one = train(monkeypatch, alone(name), **flags, num_envs=2)
+    assert one.metrics["episodic_return"] is not None or env_id == "Pendulum-v1"
+    for where in ({}, ON_LEARNER):
+        assert same(one, train(monkeypatch, name, **flags | ONE_WORKER | where))
+    assert same(one, train(monkeypatch, name, **flags | TWO_WORKERS | ON_LEARNER))
+    two = train(monkeypatch, name, **flags | TWO_WORKERS)
+    assert 0 < largest_difference(one, two) < 0.02
+    assert same(two, train(monkeypatch, name, **flags | TWO_WORKERS))
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_step_every_env_in_order(monkeypatch, local, name, groups):
+    """Worker 0 has the envs 0 and 1 of the scripted env, worker 1 has 2 and 3; a group has one env of each worker."""
+    sizes = ON_LEARNER | {"num_workers": 2, "envs_per_worker": 2, "env_groups": groups}
+    calls, batches, _ = record(monkeypatch, name, num_steps=7, total_timesteps=28, **sizes)
+    obs = batches[0]["obs"].view(7, 4, 3)
+    assert obs[0, :, 0].tolist() == ([0, 1, 2, 3] if groups == 1 else [0, 2, 1, 3])
+    even, odd = [0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0, 1]  # as in test_scripted_env.py
+    assert calls[0][3].T.tolist() == ([even, odd] * 2 if groups == 1 else [even, even, odd, odd])
+    assert all(len(set(env)) == 1 for env in obs[:, :, 0].T.tolist())
+    order = [method for _, method in local.calls]
+    assert order == ["reset"] * 2 + ["step"] * 14 * groups
+
+
+DIED = local_ray.RayActorError("the worker died")
+HANGS = local_ray.GetTimeoutError("no answer")
+
+
+@pytest.mark.parametrize("error", [DIED, HANGS])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_a_lost_step_is_a_truncation_and_a_reset(monkeypatch, local, capsys, name, groups, error):
+    """Of the envs of that worker alone. With two groups, both of its calls are lost, and it is begun anew once."""
+    sizes = ON_LEARNER | {"num_workers": 2, "envs_per_worker": 2, "env_groups": groups}
+    before = record(monkeypatch, name, num_steps=7, total_timesteps=28, **sizes)
+    local.reset()
+    lost = 2 + 2 * groups * 2 + 2  # two resets, two steps of all; the third of worker 1, or of its first group
+    local.lost[lost] = error
+    after = record(monkeypatch, name, num_steps=7, total_timesteps=28, **sizes)
+    of_worker_1 = [2, 3] if groups == 1 else [1, 3]
+    of_worker_0 = [0, 1] if groups == 1 else [0, 2]
+    (done, valid, obs), (done_before, valid_before, obs_before) = (
+        (calls[0][3], batches[0]["valid"].view(7, 4), batches[0]["obs"].view(7, 4, 3))
+        for calls, batches, _ in (after, before)
+    )
+    for x, y in ((done, done_before), (valid, valid_before), (obs, obs_before)):
+        assert torch.equal(x[:, of_worker_0], y[:, of_worker_0])
+        assert torch.equal(x[:1, of_worker_1], y[:1, of_worker_1])
+    assert done[1, of_worker_1].tolist() == [1, 1]
+    assert valid[1:4, of_worker_1].tolist() == [[1, 1], [0, 0], [1, 1]]
+    assert obs[3, of_worker_1, 1:].tolist() == [[1, 0], [1, 0]]  # a first observation, after two resets
+    assert after[2].metrics["lost_workers"] == 1 and before[2].metrics["lost_workers"] == 0
+    assert f"warning: worker 1 was lost: {error}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_a_lost_rollout_is_made_again_by_that_worker_alone(monkeypatch, local, name):
+    sizes = {"num_workers": 2, "envs_per_worker": 1, "num_steps": 7, "total_timesteps": 28}
+    local.lost[6] = DIED  # two resets, two rollouts, the second of worker 1
+    calls, batches, run = record(monkeypatch, name, **sizes)
+    assert [method for _, method in local.calls] == ["reset"] * 2 + ["rollout"] * 4 + ["reset", "rollout"]
+    assert len({id(worker) for worker, _ in local.calls[-2:]} | {id(local.calls[1][0])}) == 1
+    assert run.metrics["lost_workers"] == 1 and run.metrics["global_step"] == 28
+    assert batches[1]["valid"].view(7, 2)[:2].T.tolist() == [[1, 0], [0, 1]]
+    assert batches[1]["obs"].view(7, 2, 3)[1, 1, 1:].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("where", [{}, ON_LEARNER])
+@pytest.mark.parametrize("name", CONTINUOUS[:1])
+def test_workers_that_are_lost_again_and_again_end_the_run(monkeypatch, local, name, where):
+    monkeypatch.setattr(load(name), "MOST_LOSSES", 3)
+    local.lost.update({number: DIED for number in range(3, 1000) if number % 2})  # resets work
+    with pytest.raises(SystemExit, match="lost 7 times in one rollout"):
+        train(monkeypatch, name, **problem(name) | TWO_WORKERS | where)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS[:1])
+def test_a_worker_that_never_starts_ends_the_run(monkeypatch, local, name):
+    script = load(name)
+    seconds = iter(range(1000))
+    clock = SimpleNamespace(**vars(time) | {"monotonic": lambda: next(seconds), "sleep": lambda _: None})
+    monkeypatch.setattr(script, "time", clock)
+    local.lost.update(dict.fromkeys(range(1, 1000), DIED))
+    with pytest.raises(SystemExit, match="worker 0 does not start: the worker died"):
+        train(monkeypatch, name, **problem(name) | TWO_WORKERS | {"worker_timeout": 5.0})
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_a_worker_that_cannot_start_ends_the_run_at_once(monkeypatch, local, name):
+    local.lost[1] = local.ActorDiedError("No module named 'my_envs'")
+    with pytest.raises(SystemExit, match="worker 0 does not start: No module named 'my_envs'"):
+        train(monkeypatch, name, **tiny(name))
+    assert len(local.calls) == 1
+
+
+def test_statistics_of_several_workers_are_those_of_all_they_saw():
+    script, rng = load(CONTINUOUS[0]), np.random.default_rng(1)
+    start, whole = script.RunningMeanStd(3), script.RunningMeanStd(3)
+    data = 1000 + rng.normal(size=(4, 50, 3)) * [1, 1e-3, 1e3]
+    for stats in (start, whole):
+        stats.update(data[0])
+    parts = [deepcopy(start) for _ in range(3)]
+    for part, x in zip(parts, data[1:]):
+        part.update(x)
+        whole.update(x)
+    script.merge_stats(start, parts)
+    for name in ("count", "mean", "squares", "std"):
+        np.testing.assert_allclose(getattr(start, name), getattr(whole, name), rtol=1e-6)
+
+
+def check_resume(monkeypatch, name: str, **flags):
+    """A run that is killed after its second checkpoint and resumed computes what the whole one computes."""
+    whole = train(monkeypatch, name, **flags)
+    script, saves = load(name), []
+
+    def save_and_die(run_dir, state):
+        saves.append(save_checkpoint(run_dir, state))
+        if len(saves) == 2:
+            raise KeyboardInterrupt
+        return saves[-1]
+
+    save_checkpoint = script.save_checkpoint
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(script, "save_checkpoint", save_and_die)
+        train(patch, name, **flags)
+    close_writers()
+    path = saves[-1].parent.rename("killed") / "checkpoint.pt"
+    resumed = train(monkeypatch, name, **flags, resume=str(path))
+    assert same(whole, resumed)
+    assert not same(whole, train(monkeypatch, name, **flags | {"checkpoint_interval": 0}))
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("where", [{}, ON_LEARNER, ON_LEARNER | {"env_groups": 2}])
+def test_a_killed_and_resumed_run_computes_the_same_bits(monkeypatch, local, name, where):
+    sizes = TWO_WORKERS | {"envs_per_worker": 2, "total_timesteps": 64 * 4 * 4}
+    check_resume(monkeypatch, name, **problem(name) | sizes | where)
+
+
+ATARI = [name for name in RAY if "atari" in name]
+SYNC = {"lag": 0}
+GAME = {"num_workers": 1, "envs_per_worker": 4, "num_steps": 16, "total_timesteps": 512, "learning_rate": 1e-3}
+
+
+class Pools:
+    """Pools of one env each, which therefore plays the same games whichever worker has it."""
+
+    def __init__(self, env_id: str, seeds: list[int], num_threads: int = 0):
+        self.pools = [QuadrantPool(env_id, [seed]) for seed in seeds]
+        self.action_space = QuadrantPool.action_space
+
+    def reset(self):
+        return np.concatenate([pool.reset()[0] for pool in self.pools]), {}
+
+    def send(self, action: np.ndarray):
+        self.sent = action
+
+    def recv(self):
+        *results, infos = zip(*(pool.step(self.sent[i : i + 1]) for i, pool in enumerate(self.pools)))
+        info = {key: np.concatenate([info[key] for info in infos]) for key in infos[0]}
+        return *map(np.concatenate, results), info
+
+    def step(self, action: np.ndarray):
+        self.send(action)
+        return self.recv()
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def quadrants(monkeypatch):
+    for name in ("ppo_atari_envpool", "ppo_atari_envpool_torchcompile", *ATARI):
+        monkeypatch.setattr(load(name), "make_envs", Pools)
+
+
+@pytest.mark.parametrize("name", ATARI)
+def test_without_a_lag_it_is_ppo(monkeypatch, local, quadrants, name):
+    """To rounding, since the learner looks at all frames once more."""
+    torch.set_default_dtype(torch.float64)
+    flags = tiny(name) | GAME | SYNC
+    one = {key: value for key, value in flags.items() if key not in ("num_workers", "envs_per_worker", "lag")}
+    alone = train(monkeypatch, name.replace("ray", "envpool"), **one, num_envs=4)
+    run = train(monkeypatch, name, **flags)
+    assert largest_difference(alone, run) < 2e-5
+    assert run.metrics["episodic_return"] == alone.metrics["episodic_return"] is not None
+    assert run.metrics["ratio"] == pytest.approx(1, abs=1e-6) and run.metrics["lag_max"] == 0
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("name", ATARI)
+def test_a_lag_costs_no_reproducibility(monkeypatch, local, quadrants, name, lag):
+    """Not between runs and, but for rounding, not between one worker and two; a rollout is `lag` updates behind."""
+    torch.set_default_dtype(torch.float64)
+    flags = tiny(name) | GAME | {"lag": lag}
+    one = train(monkeypatch, name, **flags)
+    assert same(one, train(monkeypatch, name, **flags))
+    two = train(monkeypatch, name, **flags | {"num_workers": 2, "envs_per_worker": 2})
+    assert largest_difference(one, two) < 2e-5  # kernels round by the size of their batch; logprob is in float32
+    assert one.metrics["episodic_return"] == two.metrics["episodic_return"] is not None
+    events = EventAccumulator(str(one.run_dir)).Reload()
+    assert [e.value for e in events.Scalars("charts/lag_max")] == [min(i, lag) for i in range(8)]
+    if lag:
+        assert one.metrics["ratio"] != 1 and largest_difference(one, train(monkeypatch, name, **flags | SYNC)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ATARI)
+def test_first_come_learns_from_what_is_ready_and_drops_what_is_old(monkeypatch, local, quadrants, name):
+    flags = tiny(name) | GAME | {"num_workers": 2, "envs_per_worker": 2, "first_come": True}
+    run = train(monkeypatch, name, **flags)
+    assert run.metrics["global_step"] == 512 and run.metrics["dropped_rollouts"] == 0
+    methods = [method for _, method in local.calls]
+    assert methods == ["reset"] * 2 + ["rollout"] * (2 * 2 + 2 * 8)
+    # the last one is ready first (local_ray.py), so only the latest are learnt from, unless others are late
+    monkeypatch.setattr(load(name), "time", SimpleNamespace(**vars(time) | {"monotonic": itertools.count().__next__}))
+    late = train(monkeypatch, name, **flags | {"worker_timeout": 20.0, "max_lag": 2})
+    assert late.metrics["dropped_rollouts"] > 0 and late.metrics["lag_max"] <= 2
+
+
+@pytest.mark.parametrize("name", ATARI)
+def test_lost_rollouts_are_asked_for_again(monkeypatch, local, quadrants, name):
+    flags = tiny(name) | GAME | {"num_workers": 2, "envs_per_worker": 2}
+    before = train(monkeypatch, name, **flags)
+    calls = len(local.calls)
+    local.reset()
+    local.lost[7] = DIED  # two resets, two rounds of rollouts; the first of worker 0 of the third round
+    run = train(monkeypatch, name, **flags)
+    assert run.metrics["lost_rollouts"] == 1 and run.metrics["global_step"] == 512
+    assert len(local.calls) == calls + 3  # a reset, and both rollouts that worker 0 was to make
+    assert not same(before, run)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("name", ATARI)
+def test_an_asynchronous_run_resumes_to_the_bit(monkeypatch, local, name, lag):
+    check_resume(monkeypatch, name, **problem(name) | TWO_WORKERS | {"lag": lag})
+
+
+def a_batch(seed: int = 1) -> list[torch.Tensor]:
+    """Ratio, reward, value, terminated, done of 9 steps of 5 envs, in float64."""
+    rng = torch.Generator().manual_seed(seed)
+    ratio = torch.rand(9, 5, generator=rng, dtype=torch.float64) * 2
+    reward, terminated, done = torch.rand(3, 9, 5, generator=rng, dtype=torch.float64)
+    value = torch.randn(10, 5, generator=rng, dtype=torch.float64)
+    terminated = (terminated > 0.8).double()
+    return [ratio, reward, value, terminated, ((done > 0.9) | (terminated > 0)).double()]
+
+
+@pytest.mark.parametrize(("name", "function"), [(ATARI[0], "vtrace"), (ATARI[1], "vtrace_scan")])
+def test_vtrace_is_the_sum_of_the_paper(name, function):
+    """Espeholt et al. 2018, eq. 1, written out, with lambda in c as in remark 2; at ratio 1, GAE."""
+    script = load(name)
+    args = script.Args(gamma=0.9, gae_lambda=0.8, rho_clip=1.2, c_clip=0.7)
+    ratio, reward, value, terminated, done = a_batch()
+    target, advantage = getattr(script, function)(ratio.clone(), reward, value, terminated, done, args)
+    T, N = reward.shape
+    for n in range(N):
+        for s in range(T):
+            v, weight = value[s, n].item(), 1.0
+            for t in range(s, T):
+                bootstrap = (1 - terminated[t, n]) * value[t + 1, n]
+                delta = min(1.2, ratio[t, n]) * (reward[t, n] + 0.9 * bootstrap - value[t, n])
+                v += weight * delta.item()
+                weight *= 0.9 * 0.8 * min(0.7, ratio[t, n].item())
+                if done[t, n]:
+                    break
+            assert target[s, n].item() == pytest.approx(v, abs=1e-9)
+    following = torch.cat([(target - value[:-1])[1:], torch.zeros(1, N)])
+    q = reward + 0.9 * ((1 - terminated) * value[1:] + 0.8 * (1 - done) * following)
+    torch.testing.assert_close(advantage, ratio.clamp(max=1.2) * (q - value[:-1]))
+    _, advantage = getattr(script, function)(torch.ones(9, 5), reward, value, terminated, done, script.Args(gamma=0.9))
+    gae = load("ppo_atari_envpool").gae(reward, value, terminated, done, 0.9, 0.95)
+    torch.testing.assert_close(advantage, gae)
+
+
+def test_one_update_of_everything_is_impala():
+    """The gradient of PPO's loss is that of the policy gradient, if the policy has not moved yet."""
+    script, rng = load(ATARI[0]), torch.Generator().manual_seed(1)
+    args = script.Args(norm_adv=False, vf_coef=0.5, ent_coef=0.01, clip_vloss=False)
+    logits = torch.randn(40, 4, generator=rng, dtype=torch.float64, requires_grad=True)
+    value = torch.randn(40, generator=rng, dtype=torch.float64, requires_grad=True)
+    action = torch.randint(4, (40,), generator=rng)
+    advantage, return_ = torch.randn(2, 40, generator=rng, dtype=torch.float64)
+    logprob, entropy = script.categorical_logprob_entropy(action, logits)
+    batch = {"valid": torch.ones(40), "advantage": advantage, "logprob": logprob.detach()}
+    batch |= {"return": return_, "value": value.detach()}
+    loss, _ = script.ppo_loss(logprob, entropy.mean(), value, batch, args)
+    impala = -(advantage * logprob).mean() + 0.5 * 0.5 * ((value - return_) ** 2).mean() - 0.01 * entropy.mean()
+    for a, b in zip(*(torch.autograd.grad(x, (logits, value), retain_graph=True) for x in (loss, impala))):
+        torch.testing.assert_close(a, b)
+
+
+def test_newest_frames_restore_every_stack():
+    """Of real games, with lives that are lost."""
+    script = load(ATARI[1])
+    players = script.FramePlayers("Breakout-v5", 3)
+    players.reset([1, 2, 3])
+    agent = script.AtariAgent(4)
+    vector = torch.cat([p.detach().reshape(-1) for p in agent.parameters()]).numpy()
+    seen, step = [players.obs], players.envs.step
+
+    def spied(action):
+        seen.append(step(action))
+        return seen[-1]
+
+    players.envs = SimpleNamespace(step=lambda action: spied(action))
+    rollout = players.rollout(vector, np.random.default_rng(1).gumbel(size=(200, 3, 4)).astype(np.float32))
+    expected = torch.as_tensor(np.stack([seen[0], *(result[0] for result in seen[1:])]))
+    obs = torch.zeros_like(expected)
+    script.restore_stacks(obs, *(torch.as_tensor(rollout[name]) for name in ("first", "frame")), rollout["stacks"])
+    assert torch.equal(obs, expected)
+    assert 0 < len(rollout["stacks"]) < 60 and rollout["outcome"][..., 2].sum() > 3
+
+
+REFUSED = {
+    "groups that do not divide": (ON_LEARNER | {"env_groups": 3}, "--env-groups"),
+    "groups without a learner that acts": ({"env_groups": 2}, "--act-on is learner"),
+    "more workers than cores": ({"num_workers": 5}, "5 workers need 5 of Ray's resource CPU; it has 4"),
+    "sizes that do not divide": ({"num_minibatches": 7}, "--num-minibatches must divide it"),
+    "less than a rollout": ({"total_timesteps": 1}, "--total-timesteps must be at least"),
+    "discrete actions": ({"env_id": "CartPole-v1"}, "Discrete(2)"),
+    "unknown env": ({"env_id": "HalfCheeta-v4"}, "HalfCheetah"),
+    "no worker": ({"num_workers": 0}, "--num-workers"),
+}
+REFUSED_GAMES = {
+    "unknown game": ({"env_id": "Breakot-v5"}, "Breakout-v5"),
+    "a negative lag": ({"lag": -1}, "--lag must be at least 0"),
+}
+for case in ("more workers than cores", "sizes that do not divide", "less than a rollout", "no worker"):
+    REFUSED_GAMES[case] = REFUSED[case]
+CASES = [(name, *case) for name in CONTINUOUS for case in REFUSED.items()]
+CASES += [(name, *case) for name in ATARI for case in REFUSED_GAMES.items()]
+
+
+@pytest.mark.parametrize(("name", "case", "refused"), CASES, ids=[f"{name}-{case}" for name, case, _ in CASES])
+def test_bad_input_gets_one_sentence_and_exit_code_2(local, name, case, refused, capsys):
+    args, word = refused
+    script = load(name)
+    with pytest.raises(SystemExit) as exit:
+        script.train(script.Args(**tiny(name) | {"envs_per_worker": 4, "total_timesteps": 2**14} | args))
+    message = capsys.readouterr().err.strip()
+    assert exit.value.code == 2 and message.startswith("error: ") and word in message and "\n" not in message
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_a_store_that_is_too_small_is_told_before_it_is_full(monkeypatch, local, name, capsys):
+    monkeypatch.setattr(local, "cluster_resources", lambda: {"CPU": 2, "object_store_memory": 1000})
+    with pytest.raises(SystemExit):
+        train(monkeypatch, name, **tiny(name))
+    assert "of Ray's resource object_store_memory; it has 1000." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_ray_missing_gets_a_command(monkeypatch, name, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    with pytest.raises(SystemExit):
+        train(monkeypatch, name, **tiny(name))
+    assert "pip install ray==" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_an_env_that_raises_ends_the_run_by_name_and_step(monkeypatch, local, name):
+    for where in ({}, ON_LEARNER):
+        with pytest.raises(ZeroDivisionError, match="a defect of the env") as error:
+            train(monkeypatch, name, **tiny(name) | ONE_WORKER | where | {"env_id": "RaisingEnv-v0"})
+        assert error.value.__notes__ == ["error: env 0 raised this in env step 6. Earlier checkpoints are kept."]
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_the_policy_is_a_program(monkeypatch, local, name):
+    run = train(monkeypatch, name, **tiny(name), save_model=True)
+    policy = torch.export.load(run.run_dir / "policy.pt2").module()
+    shape = (5, 4, 84, 84) if name in ATARI else (5, 3)
+    assert len(policy(torch.zeros(shape, dtype=torch.uint8 if name in ATARI else torch.float32))) == 5
+
+
+@pytest.mark.parametrize("name", ["ppo_continuous_action_ray_torchcompile", "ppo_atari_ray_torchcompile"])
+def test_compile_computes_the_same_in_whole_graphs_without_recompiling(monkeypatch, local, name):
+    counters.clear()
+    monkeypatch.setattr(load(name), "make_envs", ScriptedPool, raising=False)
+    flags = tiny(name) | {"total_timesteps": 128 if name in ATARI else 1024}
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        plain, compiled = (train(monkeypatch, name, **flags, compile=flag) for flag in (False, True))
+    assert largest_difference(plain, compiled) < 2e-5
+    assert counters["stats"]["unique_graphs"] == row(name).graphs and not counters["graph_break"]
+
+
+# Ray itself, in processes of its own
+
+
+SMALL = {"env_id": "Pendulum-v1", "num_workers": 2, "envs_per_worker": 1, "num_steps": 64, "num_minibatches": 2}
+
+
+def start(name: str, **flags) -> subprocess.Popen:
+    words = [str(word) for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), value)]
+    command = [sys.executable, ROOT / "leanrl" / f"{name}.py", "--no-cuda", *words]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"RAY_AUTH_MODE": "disabled"})
+
+
+def summary(script: str) -> dict:
+    [path] = Path("runs").glob(f"*__{script}__*/summary.json")
+    return json.loads(path.read_text())
+
+
+def processes(name: str, driver: int) -> list[int]:
+    """Of the workers that this process has started; Ray names each after its class."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if path.joinpath("cmdline").read_bytes().startswith(b"ray::" + name.encode()):
+                parent = path
+                while (number := int(re.search(r"PPid:\t(\d+)", (parent / "status").read_text())[1])) > 1:
+                    if number == driver:
+                        found.append(int(path.name))
+                    parent = Path("/proc", str(number))
+    return sorted(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTINUOUS[:1])
+def test_on_ray_itself_a_run_computes_the_same_and_survives_its_workers(monkeypatch, name):
+    """One that dies, and one that hangs."""
+    one = {key: value for key, value in SMALL.items() if key not in ("num_workers", "envs_per_worker")}
+    alone_run = train(monkeypatch, alone(name), **one, num_envs=2, total_timesteps=512)
+    process = start(name, **SMALL | {"act_on": "learner", "total_timesteps": 512})
+    errors = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, errors
+    metrics = summary(name)["metrics"]
+    assert {key: value for key, value in metrics.items() if "_" in key and key != "startup_seconds"} == {
+        key: value for key, value in alone_run.metrics.items() if "_" in key and key != "startup_seconds"
+    } | {"lost_workers": 0}
+    shutil.rmtree("runs")
+    process = start(name, **SMALL | {"total_timesteps": 60 * 512, "num_steps": 256, "worker_timeout": 4.0})
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        while len(workers := processes("Simulators", process.pid)) < 2 or not list(Path("runs").glob("*/events*")):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.2)
+        time.sleep(3)  # let it begin
+        os.kill(workers[-1], number)
+        time.sleep(1)
+    errors = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, errors
+    assert summary(name)["metrics"]["lost_workers"] == errors.count("warning: worker") == 2
+    assert summary(name)["metrics"]["global_step"] == 60 * 512
