@@ -45,13 +45,13 @@ class Args:
 
 
 def steps_of_ray(way: str, workers: int, milliseconds: int) -> float:
-    """Env steps a second while sampling, after a first iteration; each takes about a second, or two steps."""
+    """Env steps a second while sampling, after a first iteration; each takes about two seconds, or two steps."""
     sys.path.insert(0, str(FOLDER.parent / "leanrl"))
     import ppo_continuous_action_ray_torchcompile as script
 
     flags = {"envs_per_worker": ENVS[milliseconds]} | WAYS[way]
     envs = flags["envs_per_worker"]
-    num_steps = int(np.clip(1000 / envs / milliseconds, 2, 128))
+    num_steps = int(np.clip(2000 / envs / milliseconds, 2, 128))
     rates = []
     add_scalar = script.SummaryWriter.add_scalar
 

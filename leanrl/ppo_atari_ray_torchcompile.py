@@ -51,8 +51,8 @@ from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
 WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
-START_SECONDS = 20  # that a worker may take to start, times their number: many may share a core
-MOST_LOSSES = 10  # how often the workers may be lost in one rollout, times their number
+START_SECONDS = 5  # that a worker takes to start; all of them may share a core
+MOST_LOSSES = 10  # so often may each worker be lost in one rollout, on average, before the run gives up
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Args:
     env_id: str = "Breakout-v5"  # any Atari id of EnvPool
     total_timesteps: int = 10_000_000  # env steps (of 4 frames each), summed over all envs
     learning_rate: float = 2.5e-4  # learning rate of Adam
-    num_workers: int = 2  # processes that play; each needs a CPU core of the machine or of the cluster
+    num_workers: int = 2  # processes that play; on a cluster, each takes a CPU
     envs_per_worker: int = 8  # envs of each worker
     num_steps: int = 64  # steps of each env per rollout
     anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
@@ -221,7 +221,7 @@ def vtrace_scan(ratio: Tensor, reward: Tensor, value: Tensor, terminated: Tensor
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those of the policy that acted.
+    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -282,7 +282,10 @@ class FramePlayers:  # perf[frames] perf[vector]
         """Makes the envs anew."""
         if self.envs is not None:
             self.envs.close()
-        self.envs = make_envs(self.env_id, seeds, num_threads=1)
+        try:
+            self.envs = make_envs(self.env_id, seeds, num_threads=1)
+        except SystemExit as error:  # to Ray this would be a worker to be started again
+            raise RuntimeError(f"{self.env_id} cannot be made there; EnvPool may be missing") from error
         self.obs, _ = self.envs.reset()
         self.done[:] = False
         self.scores[:] = 0
@@ -389,10 +392,13 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
     except Exception as error:
         fail(f"cannot start Ray, or join {args.ray_address}: {error!s:.300}")
     signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place
-    there = ray.cluster_resources()
-    for name, needed in (("CPU", args.num_workers), ("object_store_memory", bytes_needed)):
-        if there.get(name, 0) < needed:
-            fail(f"{args.num_workers} workers need {needed} of Ray's resource {name}; it has {there.get(name, 0):.0f}.")
+    here = ray.get_runtime_context().get_node_id()
+    [store] = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
+    cpus = ray.cluster_resources().get("CPU", 0)
+    if cpus < args.num_workers:
+        fail(f"--num-workers {args.num_workers} needs as many CPUs; the cluster has {cpus:.0f}.")
+    if store < bytes_needed:
+        fail(f"the rollouts need {bytes_needed:,} bytes in Ray's object store here, which has {store:,.0f}.")
     # a worker that dies is started again; what it was doing is not repeated unless the learner asks for it
     options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1, "max_task_retries": 0}
     ray.cloudpickle.register_pickle_by_value(sys.modules[simulators.__module__])  # if other programs import this file
@@ -404,18 +410,19 @@ def collect(workers: list, refs: list, timeout: float) -> list:
     """The results of a call to each worker, in order; for one that has died or does not answer, the error instead."""
     import ray
 
-    deadline = time.monotonic() + timeout
+    _, late = ray.wait(refs, num_returns=len(refs), timeout=max(timeout, 1))
     results = []
     for worker, ref in zip(workers, refs):
         try:
-            result = ray.get(ref, timeout=max(deadline - time.monotonic(), 0.01))
+            if ref in late:  # it hangs, or its machine is gone, and the result with it
+                raise TimeoutError(f"no answer in {timeout:.0f} seconds; see --worker-timeout")
+            results.append(ray.get(ref, timeout=60))  # it is on this machine by now
         except ray.exceptions.RayTaskError:  # an env has raised it, and would do so again
             raise
-        except ray.exceptions.RayError as error:
-            result = error
-            if isinstance(error, TimeoutError):  # it hangs, or its machine is gone, and the result with it
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            if isinstance(error, TimeoutError):
                 ray.kill(worker, no_restart=False)
-        results.append(result)
+            results.append(error)
     return results
 
 
@@ -425,13 +432,6 @@ def keep_freed_memory():
     if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: map no large block on its own
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never give back the end of the heap
-
-
-def fail_if_it_cannot_start(errors: dict[int, Exception], is_late: bool):
-    """Ends the program if a worker has died for ever, as when it cannot make its envs, or has had enough time."""
-    for worker, error in errors.items():
-        if is_late or type(error).__name__ == "ActorDiedError":
-            sys.exit(f"error: worker {worker} does not start: {' '.join(str(error).split())[-300:]}")
 
 
 def pick_device(args: Args) -> torch.device:
@@ -576,6 +576,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     num_iterations = args.total_timesteps // batch_size
     if num_iterations < 1:
         fail(f"--total-timesteps must be at least {batch_size}, a rollout.")
+    if N > 10_000:
+        fail("more than 10,000 envs would share random streams with those of other seeds.")
     if minibatch_size < 2 or batch_size % args.num_minibatches:
         fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
     envs = make_envs(args.env_id, [1])
@@ -611,15 +613,17 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     def reset(numbers: list[int], seeds: list[int]):
         """Makes the envs of these workers anew; the workers may be starting."""
-        patience = args.worker_timeout + START_SECONDS * W  # for those that hang, three times
-        deadline = time.monotonic() + 3 * patience
+        patience = args.worker_timeout * (args.lag + 2) + START_SECONDS * (10 + W)  # behind other calls
+        deadline = time.monotonic() + 3 * patience  # so that one that hangs has another chance
         left = list(numbers)
         while left:
             refs = [workers[w].reset.remote(seeds[w * E : (w + 1) * E]) for w in left]
             results = collect([workers[w] for w in left], refs, patience)
             errors = {w: result for w, result in zip(left, results) if isinstance(result, Exception)}
             left = list(errors)
-            fail_if_it_cannot_start(errors, time.monotonic() > deadline)
+            for w, error in errors.items():
+                if isinstance(error, ray.exceptions.ActorDiedError) or time.monotonic() > deadline:
+                    sys.exit(f"error: worker {w} does not start: {' '.join(str(error).split())[-300:]}")
             time.sleep(0.1 * bool(left))
 
     def ask(numbers: list[int]) -> list[Call]:
@@ -633,7 +637,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         """The oldest call, or with --first-come one that is ready, unless the oldest is late."""
         if args.first_come:
             ready, _ = ray.wait([call.result for call in pending], timeout=args.worker_timeout)
-            if ready and time.monotonic() < pending[0].since + args.worker_timeout:
+            if ready and time.monotonic() < pending[0].since + args.worker_timeout * (args.lag + 1):
                 return next(call for call in pending if call.result == ready[0])
         return pending[0]
 
@@ -645,8 +649,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         while len(received) < W:
             call = next_call()
             pending.remove(call)
-            left = call.since + args.worker_timeout * (args.lag + 1) - time.monotonic()
-            [rollout] = collect([workers[call.worker]], [call.result], left)
+            seconds_left = call.since + args.worker_timeout * (args.lag + 1) - time.monotonic()
+            [rollout] = collect([workers[call.worker]], [call.result], seconds_left)
             if isinstance(rollout, Exception):
                 lost += 1
                 message = f"warning: worker {call.worker} was lost: {' '.join(str(rollout).split())[:300]}"
@@ -656,9 +660,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 seeds = np.random.SeedSequence([args.seed, global_step, lost]).generate_state(N) // 2
                 reset([call.worker], seeds.tolist())
                 # ask again, also for what the worker was to do afterwards, in the same places
-                pending[:] = [ask([c.worker])[0] if c.worker == call.worker else c for c in pending]
-                pending.insert(0, *ask([call.worker]))
-            elif version - call.version > args.max_lag:
+                calls = [call, *pending]
+                pending[:] = [ask([c.worker])[0] if c.worker == call.worker else c for c in calls]
+            elif args.first_come and version - call.version > args.max_lag:
                 dropped += 1
                 pending.extend(ask([call.worker]))
             else:
@@ -799,14 +803,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept["state"] = state  # perf[graph]
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(iteration + 1)
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(iteration + 1)
 
     metrics |= {name: float(count) for name, count in counts.items()}
     torch.compiler.set_stance("default")  # perf[guards] the export in finish_run() needs them
-    ran = {"device": str(device), "nodes": len(ray.nodes())}
+    ran = {"device": str(device), "nodes": sum(node["Alive"] for node in ray.nodes())}
     finish_run(args, run_dir, writer, ran, metrics, GreedyAgent(agent), frames)
     progress.close()
     for worker in workers:

@@ -46,8 +46,8 @@ from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
 WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
-START_SECONDS = 20  # that a worker may take to start, times their number: many may share a core
-MOST_LOSSES = 10  # how often the workers may be lost in one rollout, times their number
+START_SECONDS = 5  # that a worker takes to start; all of them may share a core
+MOST_LOSSES = 10  # so often may each worker be lost in one rollout, on average, before the run gives up
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Args:
     env_id: str = "HalfCheetah-v4"  # any Gymnasium id with a Box of actions, also my_package:MyEnv-v0
     total_timesteps: int = 1_000_000  # env steps, summed over all envs
     learning_rate: float = 3e-4  # learning rate of Adam
-    num_workers: int = 2  # processes that step envs; each needs a CPU core of the machine or of the cluster
+    num_workers: int = 2  # processes that step envs; on a cluster, each takes a CPU
     envs_per_worker: int = 8  # envs of each worker, stepped one after the other
     num_steps: int = 128  # steps of each env per rollout
     anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
@@ -81,7 +81,7 @@ class Args:
     ray_address: str | None = None  # cluster to join: auto, or the head's host:port; default: only this machine
     act_on: Literal["worker", "learner"] = "worker"  # where the policy acts: a call per rollout, or one per env step
     env_groups: int = 1  # groups of each worker's envs; of 2, one steps while the learner acts for the other
-    worker_timeout: float = 300.0  # a worker that takes more seconds than this for a call is started again
+    worker_timeout: float = 300.0  # a worker is started again if a call, maybe a rollout, takes more seconds than this
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
@@ -186,27 +186,27 @@ def normalize_reward(stats: RunningMeanStd, returns, reward, terminated, valid, 
     return (reward / stats.std).clip(-10, 10)
 
 
-def merge_stats(stats: RunningMeanStd, parts: list[RunningMeanStd]):
-    """Merges statistics that went on from `stats`, each in a worker, into it; what was seen before counts once.
+def merge_stats(stats: RunningMeanStd, parts: list[dict]):
+    """Merges the states of statistics that went on from `stats`, each in a worker; what was seen before counts once.
 
     Two samples are merged by Chan et al. 1979, eq. 2.1. A single part is taken over as it is.
     """
     merged = deepcopy(parts[0])
     for part in parts[1:]:
         # what this worker has seen: the equation, solved for the second sample
-        count = part.count - stats.count
+        count = part["count"] - stats.count
         if count == 0:
             continue
-        mean = stats.mean + (part.mean - stats.mean) * part.count / count
-        squares = part.squares - stats.squares - (mean - stats.mean) ** 2 * stats.count * count / part.count
+        mean = stats.mean + (part["mean"] - stats.mean) * part["count"] / count
+        squares = part["squares"] - stats.squares - (mean - stats.mean) ** 2 * stats.count * count / part["count"]
         # with what the workers before it have seen
-        total = merged.count + count
-        shift = mean - merged.mean
-        merged.squares = merged.squares + squares + shift**2 * merged.count * count / total
-        merged.mean = merged.mean + shift * count / total
-        merged.count = total
-        merged.std = np.sqrt(merged.squares / total + 1e-8)
-    vars(stats).update(vars(merged))
+        total = merged["count"] + count
+        shift = mean - merged["mean"]
+        merged["squares"] += squares + shift**2 * merged["count"] * count / total
+        merged["mean"] += shift * count / total
+        merged["count"] = total
+        merged["std"] = np.sqrt(merged["squares"] / total + 1e-8)
+    vars(stats).update(merged)
 
 
 def mlp(in_dim: int, out_dim: int, out_gain: float) -> nn.Sequential:
@@ -269,7 +269,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those of the policy that acted.
+    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -361,17 +361,25 @@ class Rollout:
         if steps > 0:
             self.stored["outcome"][steps - 1, rows, 2] = 1
 
+    def results(self) -> dict:
+        """All that is known, in arrays and numbers, which travel faster than objects."""
+        return vars(self) | {"stats": [vars(stats) for stats in self.stats]}
+
 
 class Simulators:
     """The E envs of a worker: as an actor of Ray a process of its own, on any machine of the cluster."""
 
-    def __init__(self, env_id: str, num_envs: int, gamma: float):
+    def __init__(self, env_id: str, num_envs: int, sample: Callable, gamma: float):
         torch.set_num_threads(1)  # the other cores are for other workers
         torch.set_flush_denormal(True)  # as in the learner
-        self.envs = [make_env(env_id, gym.spaces.Box) for _ in range(num_envs)]
+        try:
+            self.envs = [make_env(env_id, gym.spaces.Box) for _ in range(num_envs)]
+        except SystemExit as error:  # to Ray this would be a worker to be started again
+            raise RuntimeError(f"{env_id} cannot be made there; its package may be missing") from error
         self.obs = np.zeros((num_envs, *self.envs[0].observation_space.shape))
         self.reward = np.zeros(num_envs)
         self.terminated, self.truncated = np.zeros((2, num_envs), bool)
+        self.sample = sample
         self.gamma = gamma
         self.steps = 0  # of all envs
 
@@ -392,16 +400,19 @@ class Simulators:
         episodes = step_envs(self.envs[first:last], self.steps, action, *arrays)
         return *arrays, [(float(episode["r"]), int(episode["l"])) for episode in episodes]
 
-    def rollout(self, shared: tuple, noise: np.ndarray, *state: np.ndarray) -> Rollout:
-        """T steps of all envs, with the policy and the statistics that all workers share."""
-        policy, *inputs = deepcopy((*shared, noise, *state))  # what Ray hands over cannot be written to
-        stats, noise, *state = inputs
+    def rollout(self, shared: tuple, noise: np.ndarray, *state: np.ndarray) -> dict:
+        """T steps of all envs, with the policy and the states of the statistics that all workers share."""
+        policy, states = shared
+        states, noise, *state = deepcopy((states, noise, *state))  # what Ray hands over cannot be written to
+        stats = [RunningMeanStd(), RunningMeanStd()]
+        for i in range(2):
+            vars(stats[i]).update(states[i])
         rollout = Rollout(len(noise), self.gamma, stats, *state)
         E = len(self.envs)
         for _ in range(len(noise)):
-            action = rollout.act(slice(E), policy, noise)
+            action = rollout.act(slice(E), partial(self.sample, policy), noise)
             rollout.store(slice(E), *self.step(0, E, action))
-        return rollout
+        return rollout.results()
 
 
 def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) -> tuple:
@@ -424,10 +435,13 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
     except Exception as error:
         fail(f"cannot start Ray, or join {args.ray_address}: {error!s:.300}")
     signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place
-    there = ray.cluster_resources()
-    for name, needed in (("CPU", args.num_workers), ("object_store_memory", bytes_needed)):
-        if there.get(name, 0) < needed:
-            fail(f"{args.num_workers} workers need {needed} of Ray's resource {name}; it has {there.get(name, 0):.0f}.")
+    here = ray.get_runtime_context().get_node_id()
+    [store] = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
+    cpus = ray.cluster_resources().get("CPU", 0)
+    if cpus < args.num_workers:
+        fail(f"--num-workers {args.num_workers} needs as many CPUs; the cluster has {cpus:.0f}.")
+    if store < bytes_needed:
+        fail(f"the rollouts need {bytes_needed:,} bytes in Ray's object store here, which has {store:,.0f}.")
     # a worker that dies is started again; what it was doing is not repeated unless the learner asks for it
     options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1, "max_task_retries": 0}
     ray.cloudpickle.register_pickle_by_value(sys.modules[simulators.__module__])  # if other programs import this file
@@ -439,26 +453,20 @@ def collect(workers: list, refs: list, timeout: float) -> list:
     """The results of a call to each worker, in order; for one that has died or does not answer, the error instead."""
     import ray
 
-    deadline = time.monotonic() + timeout
+    _, late = ray.wait(refs, num_returns=len(refs), timeout=max(timeout, 1))
     results = []
     for worker, ref in zip(workers, refs):
         try:
-            result = ray.get(ref, timeout=max(deadline - time.monotonic(), 0.01))
+            if ref in late:  # it hangs, or its machine is gone, and the result with it
+                raise TimeoutError(f"no answer in {timeout:.0f} seconds; see --worker-timeout")
+            results.append(ray.get(ref, timeout=60))  # it is on this machine by now
         except ray.exceptions.RayTaskError:  # an env has raised it, and would do so again
             raise
-        except ray.exceptions.RayError as error:
-            result = error
-            if isinstance(error, TimeoutError):  # it hangs, or its machine is gone, and the result with it
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            if isinstance(error, TimeoutError):
                 ray.kill(worker, no_restart=False)
-        results.append(result)
+            results.append(error)
     return results
-
-
-def fail_if_it_cannot_start(errors: dict[int, Exception], is_late: bool):
-    """Ends the program if a worker has died for ever, as when it cannot make its envs, or has had enough time."""
-    for worker, error in errors.items():
-        if is_late or type(error).__name__ == "ActorDiedError":
-            sys.exit(f"error: worker {worker} does not start: {' '.join(str(error).split())[-300:]}")
 
 
 def pick_device(args: Args) -> torch.device:
@@ -602,6 +610,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     num_iterations = args.total_timesteps // batch_size
     if num_iterations < 1:
         fail(f"--total-timesteps must be at least {batch_size}, a rollout.")
+    if N > 10_000:
+        fail("more than 10,000 envs would share random streams with those of other seeds.")
     if minibatch_size < 2 or batch_size % args.num_minibatches:
         fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
     if E % args.env_groups or (args.env_groups > 1 and args.act_on == "worker"):
@@ -619,21 +629,29 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         sys.exit(0)
     device = pick_device(args)
     bytes_of_rollout = 4 * T * N * (obs_dim + 2 * action_dim + 6)
-    ray, workers = start_ray(args, Simulators, (args.env_id, E, args.gamma), bytes_needed=4 * bytes_of_rollout)
+    ray, workers = start_ray(
+        args, Simulators, (args.env_id, E, sample_actions, args.gamma), bytes_needed=4 * bytes_of_rollout
+    )
     run_dir, writer = start_run(args)
     torch.set_num_threads(1)  # for matrices this small, a second thread costs more than it computes
 
+    n = E // args.env_groups  # envs of a worker in a group
+    rows_of = [slice(g * W * n, (g + 1) * W * n) for g in range(args.env_groups)]  # envs of all workers in a group
+    lost = 0  # workers that had to be started again
+
     def reset(numbers: list[int], seeds: list[int], cut_off: bool) -> list[np.ndarray]:
         """Seeds and resets the envs of these workers, which may be starting; returns observations (E, O) of each."""
-        patience = args.worker_timeout + START_SECONDS * W  # for those that hang, three times
-        deadline = time.monotonic() + 3 * patience
+        patience = args.worker_timeout + START_SECONDS * (10 + W)
+        deadline = time.monotonic() + 3 * patience  # so that one that hangs has another chance
         found = {}
         while left := [w for w in numbers if w not in found]:
             refs = [workers[w].reset.remote(seeds[w * E : (w + 1) * E], cut_off) for w in left]
             results = collect([workers[w] for w in left], refs, patience)
             found |= {w: result for w, result in zip(left, results) if not isinstance(result, Exception)}
             errors = {w: result for w, result in zip(left, results) if w not in found}
-            fail_if_it_cannot_start(errors, time.monotonic() > deadline)
+            for w, error in errors.items():
+                if isinstance(error, ray.exceptions.ActorDiedError) or time.monotonic() > deadline:
+                    sys.exit(f"error: worker {w} does not start: {' '.join(str(error).split())[-300:]}")
             time.sleep(0.1 * bool(errors))
         return [found[w] for w in numbers]
 
@@ -649,23 +667,26 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         seeds = np.random.SeedSequence([args.seed, global_step, lost]).generate_state(N).tolist()
         reset([worker], seeds, cut_off=True)
 
-    def act_on_workers(policy: Callable, noise: np.ndarray) -> list[Rollout]:
+    def act_on_workers(policy, noise: np.ndarray) -> list[dict]:
         """Lets every worker make a rollout of its envs."""
-        shared = ray.put((policy, stats))  # sent once to each machine
+        shared = ray.put((policy, [vars(x) for x in stats]))  # sent once to each machine
 
         def ask(w: int):
             rows = slice(w * E, (w + 1) * E)
             return workers[w].rollout.remote(shared, noise[:, rows], obs[rows], done[rows], discounted_return[rows])
 
-        results = collect(workers, [ask(w) for w in range(W)], args.worker_timeout)
-        for w in range(W):
-            while isinstance(results[w], Exception):  # once more, with new episodes
-                revive(w, results[w])
-                done[w * E : (w + 1) * E] = True
-                [results[w]] = collect([workers[w]], [ask(w)], args.worker_timeout)
-        return results
+        results = dict.fromkeys(range(W))
+        while left := [w for w in results if results[w] is None]:
+            answers = collect([workers[w] for w in left], [ask(w) for w in left], args.worker_timeout)
+            for w, answer in zip(left, answers):
+                if isinstance(answer, Exception):  # once more, with new episodes
+                    revive(w, answer)
+                    done[w * E : (w + 1) * E] = True
+                else:
+                    results[w] = answer
+        return list(results.values())
 
-    def act_on_learner(policy: Callable, noise: np.ndarray) -> list[Rollout]:
+    def act_on_learner(policy: Callable, noise: np.ndarray) -> list[dict]:
         """Makes a rollout of the envs of all workers, which step one group of them after the other."""
         rollout = Rollout(T, args.gamma, stats, obs, done, discounted_return)
         pending = {}  # what a worker has been asked for, by worker and group
@@ -700,10 +721,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                     receive(group)
                 if t < T:
                     send(group, rollout.act(rows, policy, noise))
-        return [rollout]
+        return [rollout.results()]
 
-    n = E // args.env_groups  # envs of a worker in a group
-    rows_of = [slice(g * W * n, (g + 1) * W * n) for g in range(args.env_groups)]  # envs of all workers in a group
     raw_obs = reset(list(range(W)), [10_000 * args.seed + i for i in range(N)], cut_off=False)
     raw_obs = np.stack(raw_obs).reshape(W, args.env_groups, n, obs_dim).swapaxes(0, 1).reshape(N, obs_dim)
     done = np.zeros(N, bool)
@@ -747,28 +766,29 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     marks = [(time.perf_counter(), global_step)]
     interval = args.checkpoint_interval or math.inf
     saved_at = global_step
-    lost = 0  # workers that had to be started again
     path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
     for iteration in range(first_iteration, num_iterations):
         # act and step
+        began = time.perf_counter()
         lost_before = lost
         noise = torch.randn(T, N, action_dim).numpy()
         if args.act_on == "worker":
-            rollouts = act_on_workers(partial(sample_actions, deepcopy(agent).cpu()), noise)
+            rollouts = act_on_workers(deepcopy(agent).cpu(), noise)
         else:
             rollouts = act_on_learner(partial(sample_actions, agent), noise)
-        seconds_sampling = time.perf_counter() - marks[-1][0]
+        seconds_sampling = time.perf_counter() - began
         for i in range(2):
-            merge_stats(stats[i], [rollout.stats[i] for rollout in rollouts])
-        episodes = sum((rollout.episodes for rollout in rollouts), [])
+            merge_stats(stats[i], [rollout["stats"][i] for rollout in rollouts])
+        episodes = sum((rollout["episodes"] for rollout in rollouts), [])
         for t, episodic_return, length in sorted(episodes, key=lambda episode: episode[0]):
             writer.add_scalar("charts/episodic_return", episodic_return, global_step + (t + 1) * N)
             writer.add_scalar("charts/episodic_length", length, global_step + (t + 1) * N)
             last_returns.append(episodic_return)
         global_step += batch_size
-        done = np.concatenate([rollout.done for rollout in rollouts])
-        discounted_return = np.concatenate([rollout.discounted_return for rollout in rollouts])
-        stored = {name: np.concatenate([r.stored[name] for r in rollouts], 1) for name in rollouts[0].stored}
+        done = np.concatenate([rollout["done"] for rollout in rollouts])
+        discounted_return = np.concatenate([rollout["discounted_return"] for rollout in rollouts])
+        arrays = [rollout["stored"] for rollout in rollouts]
+        stored = {name: np.concatenate([x[name] for x in arrays], 1) for name in arrays[0]}
         obs = stored["obs"][T]
 
         # learn
@@ -802,14 +822,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept |= {name: learner.state_dict() for name, learner in learners.items()}
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(iteration + 1)
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(iteration + 1)
 
     metrics["lost_workers"] = lost
     policy = NormalizedActor(agent, stats[0], action_space.low, action_space.high)
-    ran = {"device": str(device), "nodes": len(ray.nodes())}
+    ran = {"device": str(device), "nodes": sum(node["Alive"] for node in ray.nodes())}
     finish_run(args, run_dir, writer, ran, metrics, policy, torch.zeros(2, obs_dim))
     progress.close()
     for worker in workers:

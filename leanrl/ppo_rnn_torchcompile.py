@@ -317,7 +317,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those of the policy that acted.
+    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count

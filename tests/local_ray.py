@@ -36,11 +36,13 @@ exceptions = SimpleNamespace(**{error.__name__: error for error in ERRORS})
 cloudpickle = SimpleNamespace(register_pickle_by_value=lambda module: None, dumps=cloudpickle.dumps)
 calls = []  # (actor, method) of every call
 lost = {}  # number of a call -> the error that it ends with; the actor begins anew
+killed = []  # actors
 
 
 def reset():
     calls.clear()
     lost.clear()
+    killed.clear()
 
 
 def through_pickle(x):
@@ -58,15 +60,17 @@ def put(x) -> Reference:
     return Reference(through_pickle(x))
 
 
-def get(reference: Reference, timeout: float):
+def get(reference: Reference, timeout: float = 0):
     if isinstance(reference.value, Exception):
         raise reference.value
     return reference.value
 
 
-def wait(references: list, timeout: float) -> tuple[list, list]:
-    """The last one is ready first."""
-    return references[-1:], references[:-1]
+def wait(references: list, num_returns: int = 1, timeout: float = 0) -> tuple[list, list]:
+    """Those that do not hang; if only one is wanted, the last one is ready first."""
+    late = [x for x in references if isinstance(x.value, GetTimeoutError)]
+    ready = [x for x in references if x not in late]
+    return ready if num_returns > 1 or len(references) == 1 else ready[-1:], late
 
 
 class Actor:
@@ -89,7 +93,12 @@ class Actor:
             return Reference(self.error)
         args = [get(x, 0) if isinstance(x, Reference) else x for x in args]
         with torch.random.fork_rng(devices=[]):  # a process has random numbers of its own
-            return put(getattr(self.instance, name)(*through_pickle(args)))
+            try:
+                return put(getattr(self.instance, name)(*through_pickle(args)))
+            except Exception as error:  # comes out as one that is of both kinds
+                both = type("RayTaskError", (RayTaskError, type(error)), {})(str(error))
+                both.__notes__ = getattr(error, "__notes__", [])
+                return Reference(both)
 
 
 def remote(**options):
@@ -97,8 +106,9 @@ def remote(**options):
     return lambda cls: SimpleNamespace(remote=lambda *args: Actor(cls, *args))
 
 
-def kill(actor, no_restart=True):
-    pass
+def kill(actor, no_restart: bool = True):
+    if not no_restart:
+        killed.append(actor)
 
 
 def is_initialized() -> bool:
@@ -106,8 +116,12 @@ def is_initialized() -> bool:
 
 
 def cluster_resources() -> dict[str, float]:
-    return {"CPU": 4.0, "object_store_memory": 2e9}
+    return {"CPU": 4.0}
 
 
-def nodes() -> list:
-    return [{}]
+def nodes() -> list[dict]:
+    return [{"NodeID": "here", "Alive": True, "Resources": {"object_store_memory": 2e9}}]
+
+
+def get_runtime_context() -> SimpleNamespace:
+    return SimpleNamespace(get_node_id=lambda: "here")

@@ -7,11 +7,12 @@ import sys
 import types
 from pathlib import Path
 
+import local_ray
 import pytest
 import torch
 from capture_emulation import Gpu, emulated_gpu
 from catalog import row
-from conftest import ATARI, OFF_POLICY, TWINS, ScriptedPool, load, tiny
+from conftest import OFF_POLICY, RAY, TWINS, ScriptedPool, load, tiny
 
 SHORT = {"total_timesteps": 150, "learning_starts": 100, "batch_size": 16, "buffer_size": 80}
 SHORT |= {"learning_rate": 1e-2, "policy_lr": 1e-2, "q_lr": 1e-2, "target_network_frequency": 3}
@@ -24,7 +25,7 @@ def problem_of(name: str) -> dict:
         problem = tiny(name) | {flag: value for flag, value in SHORT.items() if hasattr(script.Args, flag)}
         return problem | ({"total_timesteps": 500} if "dqn" in name else {})
     problem = tiny(name) | {"num_steps": 16} | ({"num_minibatches": 2} if "ppo" in name else {})
-    return problem | {"total_timesteps": 16 * 8 * problem.get("num_envs", 1)}
+    return problem | {"total_timesteps": 16 * 8 * problem.get("num_envs", problem.get("envs_per_worker", 1))}
 
 
 def trained(monkeypatch, script: types.ModuleType, schedule: str | None, **flags):
@@ -52,7 +53,8 @@ def trained(monkeypatch, script: types.ModuleType, schedule: str | None, **flags
         patch.setattr(script, "report", report)
         patch.setattr(script, "REPORT_INTERVAL", 10, raising=False)
         patch.setattr(script, "REPORT_EVERY", 1, raising=False)
-        if script.__name__ in ATARI:
+        patch.setitem(sys.modules, "ray", local_ray)
+        if hasattr(script, "make_envs"):
             patch.setattr(script, "make_envs", ScriptedPool)
         if schedule is None:
             script.train(args)
@@ -79,8 +81,12 @@ CASES = [  # twin, flags, launches and waits per env step at most; each replay o
     ("ppo_rnn_torchcompile", {"cell": "lstm"}, 1.5, 0.75),
     ("ppo_atari_envpool_torchcompile", {}, 3.25, 0.63),
     ("ppo_atari_envpool_torchcompile", {"env_groups": 2}, 3.8, 1.13),
+    ("ppo_continuous_action_ray_torchcompile", {}, 5.5, 0.9),
+    ("ppo_continuous_action_ray_torchcompile", {"act_on": "learner"}, 5.5, 0.9),
+    ("ppo_atari_ray_torchcompile", {}, 3.25, 0.63),
 ]
-assert {twin for twin, *_ in CASES} == {twin for _, twin in TWINS}
+RAY_TWINS = {name for name in RAY if name.endswith("_torchcompile")}
+assert {twin for twin, *_ in CASES} == {twin for _, twin in TWINS} | RAY_TWINS
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -88,7 +94,7 @@ assert {twin for twin, *_ in CASES} == {twin for _, twin in TWINS}
 def test_a_late_gpu_with_graphs_computes_the_same_bits(monkeypatch, twin, flags, max_launches, max_waits):
     """The reference is the CPU; for Atari, whose layer of 512 is a convolution there, a GPU that is never late."""
     script = load(twin)
-    at_once, _ = trained(monkeypatch, script, "now" if twin in ATARI else None, **flags)
+    at_once, _ = trained(monkeypatch, script, "now" if "atari" in twin else None, **flags)
     late, reports = trained(monkeypatch, script, "late", cudagraphs=True, **flags)
     assert equal(at_once, late)
     (start, launches, waits), (end, more_launches, more_waits) = reports[-3], reports[-1]
