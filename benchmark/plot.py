@@ -482,10 +482,10 @@ def ray_block() -> str:
     envs = ", ".join(f"{envs} at {milliseconds} ms" for milliseconds, envs in report["envs"].items())
     where = report["machine"]
     where = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date']}, commit {where['commit']}"
-    fit = report["fit"]
-    text = f"Share of their time that simulators work, which sleep for a step; envs of a worker: {envs} ({where}). "
-    text += f"For one env a call, the formula fits with l = {fit['latency_ms']:.2f} ms and c = {fit['cost_ms']:.2f} ms "
-    text += f"(rms error {fit['rms']:.1%})."
+    text = f"Share of their time that simulators work, which sleep for a step; envs of a worker: {envs} ({where})."
+    if fit := report.get("fit"):
+        text += f" For one env a call, the formula fits with l = {fit['latency_ms']:.2f} ms, "
+        text += f"c = {fit['cost_ms']:.2f} ms (rms error {fit['rms']:.1%})."
     return "\n".join([*lines, "", text])
 
 

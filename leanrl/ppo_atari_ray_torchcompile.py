@@ -15,7 +15,7 @@ To learn the algorithm, read vtrace_scan(), ppo_loss() and train(); how the work
 Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N, A = number of actions.
 Differences from IMPALA:
 1. The policy is trusted around that of the batch's start, not around the one that played, which V-trace corrects for.
-2. With --lag 1, every rollout was played by the policy of exactly one update before: the same bits in every run.
+2. With --lag 1, all rollouts but the first come from the policy of one update before: every run gives the same bits.
 3. --update-epochs 1 --num-minibatches 1 --no-norm-adv makes it IMPALA.
 """
 
@@ -28,6 +28,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import sys
 import time
 import zipfile
@@ -383,6 +384,9 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
 
         if not ray.is_initialized():
             settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+            if args.ray_address not in (None, "auto"):  # Ray itself would try for minutes
+                host, _, port = args.ray_address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=10).close()
             if args.ray_address is None:
                 settings |= {"num_cpus": max(args.num_workers, os.cpu_count())}
                 settings |= {"object_store_memory": bytes_needed + 100 * 2**20}

@@ -8,12 +8,12 @@
 
     python leanrl/ppo_continuous_action_ray.py --env-id HalfCheetah-v4 --num-workers 2 --envs-per-worker 8
 
-The algorithm is that of ppo_continuous_action.py; with one worker, both compute the same bits.
+The algorithm is that of ppo_continuous_action.py; one worker computes its bits, on a CPU.
 Fast twin: ppo_continuous_action_ray_torchcompile.py. `diff -u` the two files to see what makes it faster.
 To learn how the work is spread, read Rollout, Simulators, collect() and train(). The rest is plumbing.
 Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N; O, A = sizes of an observation and
 an action. Differences from CleanRL's ppo_continuous_action.py, beside those that ppo_continuous_action.py lists:
-1. Workers that act normalize by what they see themselves; their statistics are merged after each rollout.
+1. Several workers that act normalize by what they see themselves; their statistics are merged after each rollout.
 2. A worker that dies or hangs is started again; what it was doing is done again, with new episodes.
 """
 
@@ -23,6 +23,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -426,6 +427,9 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
 
         if not ray.is_initialized():
             settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+            if args.ray_address not in (None, "auto"):  # Ray itself would try for minutes
+                host, _, port = args.ray_address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=10).close()
             if args.ray_address is None:
                 settings |= {"num_cpus": max(args.num_workers, os.cpu_count())}
                 settings |= {"object_store_memory": bytes_needed + 100 * 2**20}
