@@ -57,7 +57,7 @@ case ${1:-} in
   play) exec python leanrl/play.py "${@:2}" ;;
   compare) exec python benchmark/compare.py "${@:2}" ;;
   sweep)
-    for out in cpu "cpu-one-thread ppo_device_env a2c_device_env --threads 1"; do python benchmark/compare.py --out benchmark/results/$out; done
+    for out in cpu "cpu-one-thread ppo_device_env a2c_device_env --threads 1" "cpu-1024-envs a2c_device_env --flags=--num-envs=1024"; do python benchmark/compare.py --out benchmark/results/$out; done
     for tool in phases ablate scale; do python benchmark/$tool.py --out benchmark/results/$tool; done
     for tool in saving steps efficiency; do python benchmark/$tool.py; done; python benchmark/scans.py --out benchmark/results/scans.json
     run="python benchmark/returns.py" modes="--modes eager compile compile+bf16" jax="--modes compile jax"

@@ -46,6 +46,7 @@ class Args:
     pairs: int = 3  # runs of each mode
     slices: int = 20  # parts of a run, in turn; 1 on a machine of one's own, to see what a GPU is used for long enough
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
+    flags: str = ""  # more flags of the scripts, in one string; write --flags="--num-envs 1024"
     threads: int | None = None  # of every run, on as many cores; default: what a script chooses, and is best for a peer
     peers: bool = True  # measure the other libraries that are installed
     external: tuple[str, ...] = ()  # programs of your own, each NAME=COMMAND, with {steps} (and {seed}) in the command
@@ -287,6 +288,7 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     length = f"{seconds} s" if seconds else f"{steps:,} steps"
     print(f"{script} on {entry.env_id}: {', '.join([*chosen, *externals])}; {args.pairs} x {length}", flush=True)
     about = {"steps": steps, "env_id": entry.env_id, "slices": args.slices, "seconds": seconds}
+    about["flags"] = tuple(shlex.split(args.flags))
     tried = [m for m in chosen if (m in peers or m in JAX) and os.cpu_count() > 1 and not args.threads]
     total = args.slices * (args.pairs * len(chosen) + 2 * len(tried)) + args.pairs * len(externals)
     runs = {mode: [] for mode in [*chosen, *externals]}
@@ -306,7 +308,7 @@ def compare(script: str, args: Args, externals: dict[str, str]):
             for mode, result in zip(runs, results, strict=True):
                 runs[mode].append(result)
     rows = summarise(runs)
-    report = {"script": script, "env_id": entry.env_id, "steps": steps, "seconds": seconds}
+    report = {"script": script, "env_id": entry.env_id, "steps": steps, "seconds": seconds, "flags": args.flags}
     report |= {"machine": here, "modes": rows}
     path = args.out / f"{script}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")

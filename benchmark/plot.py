@@ -220,7 +220,7 @@ def speed_block(folder: str = "cpu", script: str | None = None) -> str:
         where = report["machine"]
         length = f"{report['seconds']} s" if report.get("seconds") else f"{report['steps']:,} steps"
         lines += [
-            f"`{report['script']}` on {report['env_id']}, {length} a run, "
+            f"`{' '.join([report['script'], report.get('flags', '')]).strip()}` on {report['env_id']}, {length} a run, "
             f"{turns(report['modes'][0])} ({where['gpu'] or where['cpu']}, {where['cores']} cores, "
             f"torch {where['torch']}, {where['date']}, commit {where['commit']}):",
             "",
@@ -495,6 +495,7 @@ BLOCKS |= {
     "speed ppo_device_env": lambda: speed_block("cpu", "ppo_device_env"),
     "speed a2c_device_env": lambda: speed_block("cpu", "a2c_device_env"),
     "speed cpu-one-thread": lambda: speed_block("cpu-one-thread"),
+    "speed cpu-1024-envs": lambda: speed_block("cpu-1024-envs"),
     "ablation": ablation_block,
     "scans": scans_block,
     "phases": phases_block,

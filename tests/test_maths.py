@@ -176,3 +176,24 @@ def test_single_env_normalisers_equal_gymnasiums():
         flags = np.array([terminated]), np.array([True])
         ours = script.normalize_reward(return_stats, returns, np.array([reward]), *flags, 0.99)
         np.testing.assert_allclose(ours[0], their_reward, rtol=1e-5)
+
+
+def test_lambda_1_makes_a2c_reinforce():
+    """With whole episodes in the rollout, the gradient is that of Williams 1992: later rewards, less a baseline."""
+    script, rng = load("a2c_device_env"), torch.Generator().manual_seed(1)
+    T, N, gamma = 6, 3, 0.9
+    logits = torch.randn(T, N, 4, generator=rng, requires_grad=True)
+    value = torch.randn(T, N, generator=rng)
+    ends = torch.zeros(T, N)
+    ends[-1] = 1  # every episode is as long as the rollout, and is terminated
+    rollout = {"reward": torch.randn(T, N, generator=rng), "action": torch.randint(4, (T, N), generator=rng)}
+    rollout |= {"terminated": ends, "done": ends, "valid": torch.ones(T, N)}
+    args = script.Args(gae_lambda=1.0, gamma=gamma, vf_coef=0.0)
+    loss, learned, _ = script.a2c_loss(logits, value, torch.full((N,), 1e6), rollout, args)
+
+    later = torch.stack([sum(gamma ** (k - t) * rollout["reward"][k] for k in range(t, T)) for t in range(T)])
+    torch.testing.assert_close(learned["return"], later)
+    logprob = torch.distributions.Categorical(logits=logits).log_prob(rollout["action"])
+    expected = -((later - value) * logprob).mean()
+    grads = (torch.autograd.grad(x, logits)[0] for x in (loss, expected))
+    torch.testing.assert_close(*grads)
