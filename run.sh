@@ -61,7 +61,7 @@ case ${1:-} in
     for tool in phases ablate scale; do python benchmark/$tool.py --out benchmark/results/$tool; done
     for tool in saving steps efficiency; do python benchmark/$tool.py; done; python benchmark/scans.py --out benchmark/results/scans.json
     run="python benchmark/returns.py" modes="--modes eager compile compile+bf16" jax="--modes compile jax"
-    $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
+    $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4; $run ppo_continuous_action_ray
     $run ppo_continuous_action --modes eager --seeds 1
     $run ppo_continuous_action --modes compile eager sbx --seeds 1 --out benchmark/results/race
     for script in {td3,sac}_continuous_action; do $run $script --total-timesteps 200000 $modes; done
