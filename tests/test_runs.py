@@ -25,7 +25,6 @@ from conftest import (
     MEMORY,
     OFF_POLICY,
     PPO,
-    PPO_CONTINUOUS,
     ROOT,
     SCRIPTS,
     SLICED,
@@ -446,7 +445,7 @@ def test_nothing_grows_with_time(name, fork_server):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's OpenMP")
-@pytest.mark.parametrize("name", [name for name in ALL_SCRIPTS if "dqn" not in name and name not in PPO_CONTINUOUS])
+@pytest.mark.parametrize("name", [name for name in ALL_SCRIPTS if "dqn" not in name and "ppo_continuous" not in name])
 def test_openmp_is_loaded_with_threads_that_wait_briefly(name):
     """In every script with several threads; set before whatever loads OpenMP, which reads the setting once."""
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
