@@ -479,7 +479,8 @@ def ray_block() -> str:
         cells = [rows.get((way, milliseconds, n)) for n in counts]
         cells = ["-" if x is None else f"{x:.0%}" for x in cells]
         lines.append(f"| {milliseconds:,} ms | {way} | {' | '.join(cells)} |")
-    envs = ", ".join(f"{envs} at {milliseconds} ms" for milliseconds, envs in report["envs"].items())
+    steps = dict.fromkeys(milliseconds for _, milliseconds, _ in rows)
+    envs = ", ".join(f"{report['envs'][str(milliseconds)]} at {milliseconds:,} ms" for milliseconds in steps)
     where = report["machine"]
     where = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date']}, commit {where['commit']}"
     text = f"Share of their time that simulators work, which sleep for a step; envs of a worker: {envs} ({where})."

@@ -11,6 +11,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -30,16 +31,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 BINS = 100
 FLAGS = {  # of envs for which a script's defaults, chosen for another, are not good
-    "MinAtar/Breakout-v1": [
-        "--num-envs",
-        "64",
-        "--num-steps",
-        "128",
-        "--num-minibatches",
-        "8",
-        "--learning-rate",
-        "5e-3",
-    ]
+    "MinAtar/Breakout-v1": "--num-envs 64 --num-steps 128 --num-minibatches 8 --learning-rate 5e-3",
 }
 
 
@@ -88,7 +80,8 @@ def run_script(
     if patch:
         path = patched(script, mode, patch.resolve(), Path(folder, "patched"))
     command = [sys.executable, "-W", "ignore", *launch, path, *flags]
-    command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps, *FLAGS.get(env_id, [])]
+    command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
+    command += shlex.split(FLAGS.get(env_id, ""))
     if mode in RANKS:
         command += ["--local-num-envs", 8 // int(mode[0])]  # together as many as one process has: the same updates
     environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}  # where no_velocity.py is

@@ -315,9 +315,8 @@ class ProductsByOneDNN(CustomGraphPass):
     """Replaces the float32 products in a compiled graph, except small ones: a call costs too much."""
 
     def __call__(self, graph: torch.fx.Graph):
-        aten = torch.ops.aten
         for node in graph.nodes:
-            if node.target in (aten.mm.default, aten.bmm.default, aten.addmm.default):
+            if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default):
                 *bias, a, b = node.args
                 is_large = math.prod(node.meta["val"].shape[-2:]) * a.meta["val"].shape[-1] >= 2**23
                 if is_large and a.meta["val"].dtype == torch.float32 and not node.kwargs:
