@@ -122,14 +122,16 @@ def test_a_lost_step_is_a_truncation_and_a_reset(monkeypatch, local, capsys, nam
 
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_a_lost_rollout_is_made_again_by_that_worker_alone(monkeypatch, local, name):
-    sizes = {"num_workers": 2, "envs_per_worker": 1, "num_steps": 7, "total_timesteps": 28}
+    sizes = {"num_workers": 2, "envs_per_worker": 1, "num_steps": 6, "total_timesteps": 24}
     local.lost[6] = DIED  # two resets, two rollouts, the second of worker 1
     calls, batches, run = record(monkeypatch, name, **sizes)
     assert [method for _, method in local.calls] == ["reset"] * 2 + ["rollout"] * 4 + ["reset", "rollout"]
     assert len({id(worker) for worker, _ in local.calls[-2:]} | {id(local.calls[1][0])}) == 1
-    assert run.metrics["lost_workers"] == 1 and run.metrics["global_step"] == 28
-    assert batches[1]["valid"].view(7, 2)[:2].T.tolist() == [[1, 0], [0, 1]]
-    assert batches[1]["obs"].view(7, 2, 3)[1, 1, 1:].tolist() == [1, 0]
+    assert run.metrics["lost_workers"] == 1 and run.metrics["global_step"] == 24
+    # env 0 has ended its episode with the first rollout, env 1 was in the middle of one
+    assert calls[0][3][-1].tolist() == [1, 0]
+    assert batches[1]["valid"].view(6, 2)[:2].T.tolist() == [[0, 1], [0, 1]]
+    assert batches[1]["obs"].view(6, 2, 3)[1, 1, 1:].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("where", [{}, ON_LEARNER])
