@@ -420,6 +420,15 @@ def test_compare_from_the_command_line(own_folder):
     assert (own_folder / "out" / "ppo_continuous_action.png").stat().st_size > 5000
 
 
+def test_a_script_on_ray_is_measured_whose_simulators_are_elsewhere(own_folder):
+    command = [sys.executable, ROOT / "benchmark" / "measure.py", "ppo_continuous_action_ray", "--mode", "eager"]
+    command += ["--steps", "12288", "--slices", "1", "--env-id", "HalfCheetah-v4"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout.splitlines()[-1])
+    assert result["SPS"] > 50 and result["env_share"] is None
+
+
 def test_the_documents_show_the_results():
     process = subprocess.run(
         [sys.executable, ROOT / "benchmark" / "plot.py", "--check"], capture_output=True, text=True
