@@ -384,16 +384,18 @@ def pick_device(args: Args) -> torch.device:
 
 
 # perf[onednn] PyTorch multiplies by MKL, which leaves AMD's AVX-512 unused; oneDNN does not
-@torch.library.custom_op("leanrl::product", mutates_args=())
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product (M, N) of (M, K) and (K, N), plus a bias (N,); or (B, M, N) of B such pairs."""
     if a.dim() == 3:
-        return torch.stack([product(x, y) for x, y in zip(a, b)])
-    a, b = (x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous() for x in (a, b))  # slices are slow
+        products = torch.empty(*a.shape[:2], b.shape[2])
+        for x, y, xy in zip(a, b, products):
+            xy.copy_(product(x, y))
+        return products
+    b = b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()  # slices are slow
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
 
 
-product.register_fake(lambda a, b, bias=None: a @ b)  # the shape of the result, for the compiler
+torch.library.custom_op("leanrl::product", product, mutates_args=()).register_fake(lambda a, b, bias=None: a @ b)
 
 
 class ProductsByOneDNN(CustomGraphPass):
@@ -407,6 +409,8 @@ class ProductsByOneDNN(CustomGraphPass):
                 if is_large and a.meta["val"].dtype == torch.float32 and not node.kwargs:
                     node.target = torch.ops.leanrl.product.default
                     node.args = (a, b, *bias)
+                    values = [a.meta["val"].contiguous()] + [x.meta["val"] for x in (b, *bias)]
+                    node.meta["eager_input_vals"] = (values, {})  # copies are compiled, too
 
     def uuid(self) -> bytes:  # names what this file does in the compiler's cache
         return get_hash_for_files((__file__,))

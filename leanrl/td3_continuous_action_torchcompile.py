@@ -281,16 +281,18 @@ def pick_device(args: Args) -> torch.device:
 
 
 # perf[onednn] PyTorch multiplies by MKL, which leaves AMD's AVX-512 unused; oneDNN does not
-@torch.library.custom_op("leanrl::product", mutates_args=())
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product (M, N) of (M, K) and (K, N), plus a bias (N,); or (B, M, N) of B such pairs."""
     if a.dim() == 3:
-        return torch.stack([product(x, y) for x, y in zip(a, b)])
-    a, b = (x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous() for x in (a, b))  # slices are slow
+        products = torch.empty(*a.shape[:2], b.shape[2])
+        for x, y, xy in zip(a, b, products):
+            xy.copy_(product(x, y))
+        return products
+    b = b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()  # slices are slow
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
 
 
-product.register_fake(lambda a, b, bias=None: a @ b)  # the shape of the result, for the compiler
+torch.library.custom_op("leanrl::product", product, mutates_args=()).register_fake(lambda a, b, bias=None: a @ b)
 
 
 class ProductsByOneDNN(CustomGraphPass):
@@ -304,6 +306,8 @@ class ProductsByOneDNN(CustomGraphPass):
                 if is_large and a.meta["val"].dtype == torch.float32 and not node.kwargs:
                     node.target = torch.ops.leanrl.product.default
                     node.args = (a, b, *bias)
+                    values = [a.meta["val"].contiguous()] + [x.meta["val"] for x in (b, *bias)]
+                    node.meta["eager_input_vals"] = (values, {})  # copies are compiled, too
 
     def uuid(self) -> bytes:  # names what this file does in the compiler's cache
         return get_hash_for_files((__file__,))
@@ -534,10 +538,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
         grads, loss = grad_and_value(loss_of)(actor_params)  # perf[graph]
         adam_(actor_params.values(), grads.values(), *actor_adam, lr, eps=1e-8)
-        for name, param in actor_params.items():
-            actor_params_target[name].lerp_(param, args.tau)
-        for name, param in critic_params.items():
-            critic_params_target[name].lerp_(param, args.tau)
+        torch._foreach_lerp_(list(actor_params_target.values()), list(actor_params.values()), args.tau)
+        torch._foreach_lerp_(list(critic_params_target.values()), list(critic_params.values()), args.tau)
         return {"actor_loss": loss.detach()}
 
     def update() -> Tensor:  # perf[capture] a graph is a function with one result: all losses, stacked
@@ -574,9 +576,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         update_with_actor = torch.compile(update_with_actor, fullgraph=True, options=options)
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
-        act = CudaGraphModule(act, warmup=3)
-        update = CudaGraphModule(update, warmup=3)
-        update_with_actor = CudaGraphModule(update_with_actor, warmup=3)
+        act, update, update_with_actor = (CudaGraphModule(f, warmup=3) for f in (act, update, update_with_actor))
     acted = torch.cuda.Event() if on_gpu else torch.cpu.Event()  # perf[overlap] the latter does nothing
 
     progress = tqdm(total=total_steps * N, initial=first_step * N, unit="step", desc=args.exp_name)

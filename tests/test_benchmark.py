@@ -99,8 +99,8 @@ def test_scripts_have_the_names_that_the_benchmark_relies_on():
         assert len(re.findall(r"\n +metrics = report\(", text)) == 1
         assert list(inspect.signature(script.report).parameters)[-2:] == ["writer", "progress"]
         if name.endswith(TWIN):
-            learners = re.findall(r"(\w+) = CudaGraphModule\(", text)
-            assert set(learners) & {"update", "update_with_actor", "update_epoch", "iterate"}
+            assigned = ", ".join(re.findall(r"\n *([\w, ]+) = \(?CudaGraphModule\(", text))
+            assert set(assigned.split(", ")) & {"update", "update_with_actor", "update_epoch", "iterate"}
 
 
 def test_a_patch_that_does_not_apply_says_so(monkeypatch, tmp_path):

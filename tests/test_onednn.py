@@ -19,7 +19,7 @@ def loss_of(params: dict, x: torch.Tensor) -> torch.Tensor:
     return (y @ params["narrow"]).pow(2).mean()
 
 
-def test_large_products_of_a_gradient_are_onednns_and_equal():
+def test_large_products_of_a_gradient_are_onednns_and_equal(monkeypatch):
     torch.manual_seed(0)
     shapes = {"shared": (96, 80), "bias": (96,), "first": (2, 96, 128), "second": (2, 128, 64), "narrow": (64, 2)}
     params = {name: torch.randn(shape) / 10 for name, shape in shapes.items()}
@@ -39,7 +39,8 @@ def test_large_products_of_a_gradient_are_onednns_and_equal():
 
     function = grad_and_value(loss_of)
     options = {"cpp_wrapper": True, "post_grad_custom_pre_pass": Watched()}
-    grads, loss = torch.compile(function, fullgraph=True, options=options)(params, x)
+    compiled = torch.compile(function, fullgraph=True, options=options)
+    grads, loss = compiled(params, x)
     expected_grads, expected_loss = function(params, x)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
     for name, grad in grads.items():
@@ -49,6 +50,17 @@ def test_large_products_of_a_gradient_are_onednns_and_equal():
     backward = [(2, 2048, 128), (2, 128, 64), (256, 96), (2048, 96), (96, 80)]
     assert sorted(products) == sorted(forward + backward)
     assert len(products) < len(left)  # the narrow layer's are too small
+
+    linear = torch.ops.mkldnn._linear_pointwise
+    row_by_row = []  # whether the left matrix of each product is: oneDNN would copy it, with one thread
+
+    def watched_linear(a, *rest):
+        row_by_row.append(a.is_contiguous())
+        return linear(a, *rest)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", watched_linear)
+    compiled(params, x)
+    assert row_by_row == [True] * 11  # three of the products are of two networks each
 
 
 def test_a_product_is_right_whatever_lies_where():
