@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import json
 import os
 import re
 import shlex
@@ -116,6 +117,23 @@ def test_readme_shows_a_real_hunk():
     (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     removed, added = ("\n".join(x[1:] for x in block.splitlines() if x[0] == sign) for sign in "-+")
     assert removed in eager and removed not in twin and added in twin and added not in eager
+
+
+def test_the_calculator_of_the_page_gives_the_figures_of_the_page():
+    page = (ROOT / "docs" / "ray.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(def limits.+?)```", page, re.S)[1], names)
+    limits, defaults = names["limits"], inspect.signature(names["limits"]).parameters
+    fit = json.loads((ROOT / "benchmark" / "results" / "ray.json").read_text())["fit"]
+    assert defaults["latency"].default == pytest.approx(fit["latency_ms"] / 1000, rel=0.1)
+    assert defaults["cost"].default == pytest.approx(fit["cost_ms"] / 1000, rel=0.1)
+    cheetah = limits(100, 48, 0.01, 2048, 200, learner=1e5)
+    assert cheetah["simulators, none of which waits"] == 480_000 and "480,000 steps a second, in 234 calls" in page
+    assert 480_000 // 2048 == 234 and min(cheetah, key=cheetah.get) == "learner"
+    figures = [limits(1, 1, 1, 1, size, 1, updates=0)["network"] for size in (7056, 4 * 7056)]
+    assert [round(figure, -3) for figure in figures] == [177_000, 44_000] and "carry 177,000 or 44,000 steps" in page
+    one_call_a_step = limits(1, 16, 0.01, 1, 200, learner=1e5)["simulators, which all wait for the slowest"]
+    assert one_call_a_step == pytest.approx(16 / 0.01 * 0.01 / (0.01 + 1e-3 + 16 * 0.8e-3))  # the formula of the page
 
 
 def test_run_sh_help_lists_every_command_and_refuses_others():
