@@ -352,7 +352,8 @@ def collect(workers: list, refs: list, timeout: float) -> list:
             if ref in late:  # it hangs, or its machine is gone, and the result with it
                 raise TimeoutError(f"no answer in {timeout:.0f} seconds; see --worker-timeout")
             results.append(ray.get(ref, timeout=60))  # it is on this machine by now
-        except ray.exceptions.RayTaskError:  # an env has raised it, and would do so again
+        except ray.exceptions.RayTaskError as error:  # an env has raised it, and would do so again
+            error.add_note(f"error: that is an env of worker {workers.index(worker)}.")
             raise
         except (TimeoutError, ray.exceptions.RayError) as error:
             if isinstance(error, TimeoutError):

@@ -286,7 +286,7 @@ def test_a_replay_leaves_the_outputs_of_the_one_before_alone(monkeypatch, twin, 
 @pytest.mark.parametrize("twin", [twin for _, twin in TWINS if twin in DEVICE])
 def test_an_iteration_on_the_device_neither_waits_nor_copies_to_the_host(monkeypatch, twin, flags):
     """Of the graph that holds it; test_device_env.py proves the same of the functions in it, on any machine."""
-    script, copies = load(twin), []
+    script, copies, kernels = load(twin), [], []
 
     class Watched(script.CudaGraphModule):
         calls = 0
@@ -302,8 +302,10 @@ def test_an_iteration_on_the_device_neither_waits_nor_copies_to_the_host(monkeyp
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
             copies.append([event.key for event in profile.key_averages() if "Memcpy" in event.key])
+            kernels.append(sum(event.count for event in profile.key_averages()) - len(copies[-1]))
             return result
 
     monkeypatch.setattr(script, "CudaGraphModule", Watched)
     train(monkeypatch, twin, **tiny(twin) | {"total_timesteps": 2048}, **flags, device="cuda")
-    assert copies and not [key for keys in copies for key in keys if "HtoD" in key or "DtoH" in key]
+    assert kernels and min(kernels) > 10  # the profile saw the graph
+    assert not [key for keys in copies for key in keys if "HtoD" in key or "DtoH" in key]

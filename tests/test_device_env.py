@@ -1,5 +1,6 @@
 """Envs on the device: equal to Gymnasium's and MinAtar's, and an iteration that never leaves the device."""
 
+import contextlib
 import re
 import sys
 import types
@@ -10,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, load, train
+from conftest import DEVICE, load, tiny, train
 from one_device import OneDevice
 from torch.func import debug_unwrap
 
@@ -314,7 +315,15 @@ def iterate_on_meta(monkeypatch, script, env_id: str):
         raise Done
 
     sgd = lambda params, lr, eps, fused: torch.optim.SGD(params, lr=lr)  # noqa: E731 fused Adam knows no meta device
-    with monkeypatch.context() as patch, torch.device("meta"), OneDevice("meta") as mode:
+    first_envs = script.first_envs
+
+    def end_of_set_up(*args):  # from here on, a tensor is on the CPU if nobody says where
+        set_up.close()
+        return first_envs(*args)
+
+    with monkeypatch.context() as patch, OneDevice("meta") as mode, contextlib.ExitStack() as set_up:
+        set_up.enter_context(torch.device("meta"))
+        patch.setattr(script, "first_envs", end_of_set_up)
         patch.setattr(script, "pick_device", lambda args: torch.device("meta"))
         patch.setattr(script, "explained_variance", done)  # of a report, for which the host waits
         patch.setattr(script, "REPORT_EVERY", 2)
@@ -339,8 +348,10 @@ FAULTS = {  # what goes wrong -> the line that does it, and what is said
     "a copy to the host": ("reward.cpu()", "Cannot copy out of meta tensor"),
     "a list": ("reward.tolist()", "Cannot copy out of meta tensor"),
     "places of what is true": ("over.nonzero()", "nonzero"),
-    "a number of the host": ("reward * torch.tensor(2.0, device='cpu')", r"touches \['cpu'\]"),
+    "a number of the host": ("reward * torch.full((), 2.0, device='cpu')", r"touches \['cpu'\]"),
     "numbers drawn on the host": ("reward + torch.rand(8, device='cpu').to('meta')", r"touches \['cpu'\]"),
+    "a tensor made nobody says where": ("reward * torch.arange(8)", r"touches \['cpu'\]"),
+    "numbers copied to the device": ("reward * torch.tensor([2.0], device='meta')", "copies numbers from the host"),
     "an array": ("np.asarray(reward)", "can't convert meta device type tensor to numpy"),
 }
 
@@ -394,6 +405,30 @@ def test_the_env_of_the_page_is_gymnasiums_and_stays_on_the_device(monkeypatch):
     assert 5 <= ends <= 15
     monkeypatch.setitem(EAGER.ENVS, "MountainCar-v0", env)
     iterate_on_meta(monkeypatch, EAGER, "MountainCar-v0")
+
+
+@pytest.mark.parametrize("name", ["ppo_device_env", "a2c_device_env"])
+def test_the_env_of_the_page_compiles_in_the_twins(monkeypatch, name):
+    env = names_of_the_page()["MountainCar"]
+    ends = []
+    for script, flags in ((name, {}), (f"{name}_torchcompile", {"compile": True})):
+        monkeypatch.setitem(load(script).ENVS, "MountainCar-v0", env)
+        sizes = {"env_id": "MountainCar-v0", "num_envs": 4, "num_steps": 4, "total_timesteps": 320}
+        ends.append(train(monkeypatch, script, **tiny(script) | sizes | flags))
+    eager, compiled = ({k: x for k, x in end.items() if k not in ("SPS", "startup_seconds")} for end in ends)
+    assert eager == pytest.approx(compiled, rel=1e-3, abs=1e-5)
+    assert eager["value_loss"] > 0
+
+
+def test_a_step_of_the_adapter_leaves_earlier_observations_alone():
+    env = names_of_the_page()["DeviceEnv"](gym.make_vec("CartPole-v1", 3), torch.device("cpu"), 1)
+    envs = env.first()
+    expected = torch.as_tensor(gym.make_vec("CartPole-v1", 3).reset(seed=1)[0])
+    for _ in range(2):
+        state = envs["state"]
+        envs, _, _ = env.step(envs, torch.zeros(3, dtype=torch.long))
+        assert torch.equal(state, expected) and not torch.equal(envs["state"], expected)
+        expected = envs["state"].clone()
 
 
 def test_the_script_trains_with_envs_of_gymnasium_as_the_page_says(monkeypatch, tmp_path):

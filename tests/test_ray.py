@@ -440,7 +440,8 @@ def test_an_env_that_raises_ends_the_run_by_name_and_step(monkeypatch, local, na
     for where in ({}, ON_LEARNER):
         with pytest.raises(ZeroDivisionError, match="a defect of the env") as error:
             train(monkeypatch, name, **tiny(name) | ONE_WORKER | where | {"env_id": "RaisingEnv-v0"})
-        assert error.value.__notes__ == ["error: env 0 raised this in env step 6. Earlier checkpoints are kept."]
+        notes = ["error: env 0 raised this in env step 6. Earlier checkpoints are kept."]
+        assert error.value.__notes__ == [*notes, "error: that is an env of worker 0."]
 
 
 @pytest.mark.parametrize("name", RAY)
