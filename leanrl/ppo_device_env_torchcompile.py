@@ -562,13 +562,13 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         near = difflib.get_close_matches(args.env_id, ENVS, cutoff=0)
         fail(f"no env {args.env_id!r} in this file; try {', '.join(near)}.")
     env = ENVS[args.env_id]
-    made_by = [Path(__file__).stem, args.env_id, T, N]
+    device = pick_device(args)
+    made_by = [Path(__file__).stem, args.env_id, T, N, device.type]
     saved = load_checkpoint(args, made_by) if args.resume is not None else {}
     first_iteration = saved.get("iteration", 0)
     if first_iteration >= num_iterations:
         print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
         sys.exit(0)
-    device = pick_device(args)
     on_gpu = device.type == "cuda"
     if args.cudagraphs and not on_gpu:  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)

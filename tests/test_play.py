@@ -19,7 +19,7 @@ from torch import nn
 
 GAMES = {"ppo_continuous_action": "Pendulum-v1", "dqn": "CartPole-v1", "ppo_atari_envpool": "Pong-v5"}
 GAMES |= {"ppo_lru": "CartPole-v1", "ppo_rnn": "CartPole-v1", "dqn_lru": "CartPole-v1"}
-GAMES |= {"ppo_device_env": "CartPole-v1"}
+GAMES |= {"ppo_device_env": "CartPole-v1", "a2c_device_env": "CartPole-v1"}
 GAMES |= {"td3_continuous_action": "Pendulum-v1", "sac_continuous_action": "Pendulum-v1"}
 
 
