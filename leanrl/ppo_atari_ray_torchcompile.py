@@ -619,16 +619,21 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     def reset(numbers: list[int], seeds: list[int]):
         """Makes the envs of these workers anew; the workers may be starting."""
         patience = args.worker_timeout * (args.lag + 2) + START_SECONDS * (10 + W)  # behind other calls
-        deadline = time.monotonic() + 3 * patience  # so that one that hangs has another chance
+        kill_at = time.monotonic() + patience
+        deadline = kill_at + 2 * patience  # so that one that hangs has another chance
         left = list(numbers)
         while left:
             refs = [workers[w].reset.remote(seeds[w * E : (w + 1) * E]) for w in left]
             results = collect([workers[w] for w in left], refs, patience)
             errors = {w: result for w, result in zip(left, results) if isinstance(result, Exception)}
             left = list(errors)
+            hangs = time.monotonic() > kill_at
             for w, error in errors.items():
                 if isinstance(error, ray.exceptions.ActorDiedError) or time.monotonic() > deadline:
                     sys.exit(f"error: worker {w} does not start: {' '.join(str(error).split())[-300:]}")
+                if hangs and not isinstance(error, TimeoutError):  # it hung while it started, and Ray waits for it
+                    ray.kill(workers[w], no_restart=False)
+            kill_at += patience * hangs
             time.sleep(0.1 * bool(left))
 
     def ask(numbers: list[int]) -> list[Call]:

@@ -647,16 +647,21 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     def reset(numbers: list[int], seeds: list[int], cut_off: bool) -> list[np.ndarray]:
         """Seeds and resets the envs of these workers, which may be starting; returns observations (E, O) of each."""
         patience = args.worker_timeout + START_SECONDS * (10 + W)
-        deadline = time.monotonic() + 3 * patience  # so that one that hangs has another chance
+        kill_at = time.monotonic() + patience
+        deadline = kill_at + 2 * patience  # so that one that hangs has another chance
         found = {}
         while left := [w for w in numbers if w not in found]:
             refs = [workers[w].reset.remote(seeds[w * E : (w + 1) * E], cut_off) for w in left]
             results = collect([workers[w] for w in left], refs, patience)
             found |= {w: result for w, result in zip(left, results) if not isinstance(result, Exception)}
             errors = {w: result for w, result in zip(left, results) if w not in found}
+            hangs = time.monotonic() > kill_at
             for w, error in errors.items():
                 if isinstance(error, ray.exceptions.ActorDiedError) or time.monotonic() > deadline:
                     sys.exit(f"error: worker {w} does not start: {' '.join(str(error).split())[-300:]}")
+                if hangs and not isinstance(error, TimeoutError):  # it hung while it started, and Ray waits for it
+                    ray.kill(workers[w], no_restart=False)
+            kill_at += patience * hangs
             time.sleep(0.1 * bool(errors))
         return [found[w] for w in numbers]
 

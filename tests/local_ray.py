@@ -35,6 +35,7 @@ ERRORS = (RayError, RayTaskError, RayActorError, ActorDiedError, GetTimeoutError
 exceptions = SimpleNamespace(**{error.__name__: error for error in ERRORS})
 cloudpickle = SimpleNamespace(register_pickle_by_value=lambda module: None, dumps=cloudpickle.dumps)
 calls = []  # (actor, method) of every call
+UNREACHABLE = RayError("unreachable")  # of a worker that hangs while it starts: until it is killed
 lost = {}  # number of a call -> the error that it ends with; the actor begins anew
 killed = []  # actors
 
@@ -87,7 +88,7 @@ class Actor:
         if len(calls) in lost:
             self.instance = self.make()
             self.error = lost[len(calls)]
-        elif name == "reset":  # it has been started again
+        elif name == "reset" and self.error is not UNREACHABLE:  # it has been started again
             self.error = None
         if self.error:
             return Reference(self.error)
@@ -109,6 +110,7 @@ def remote(**options):
 def kill(actor, no_restart: bool = True):
     if not no_restart:
         killed.append(actor)
+        actor.error = None
 
 
 def is_initialized() -> bool:

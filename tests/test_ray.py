@@ -155,6 +155,18 @@ def test_a_worker_that_never_starts_ends_the_run(monkeypatch, local, name):
 
 
 @pytest.mark.parametrize("name", RAY)
+def test_a_worker_that_hangs_while_it_starts_is_killed(monkeypatch, local, name):
+    """Ray says that it cannot be reached, for ever, and does not start another one by itself."""
+    script, flags = load(name), tiny(name)
+    seconds = iter(range(100_000))
+    clock = SimpleNamespace(**vars(time) | {"monotonic": lambda: next(seconds), "sleep": lambda _: None})
+    monkeypatch.setattr(script, "time", clock)
+    local.lost[1] = local.UNREACHABLE
+    run = train(monkeypatch, name, **flags)
+    assert local.killed == [local.calls[0][0]] and run.metrics["global_step"] > 0
+
+
+@pytest.mark.parametrize("name", RAY)
 def test_a_worker_that_cannot_start_ends_the_run_at_once(monkeypatch, local, name):
     local.lost[1] = local.ActorDiedError("No module named 'my_envs'")
     with pytest.raises(SystemExit, match="worker 0 does not start: No module named 'my_envs'"):
