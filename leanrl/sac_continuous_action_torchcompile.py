@@ -325,7 +325,7 @@ class ProductsByOneDNN(CustomGraphPass):
                     node.target = torch.ops.leanrl.product.default
                     node.args = (a, b, *bias)
                     values = [a.meta["val"].contiguous()] + [x.meta["val"] for x in (b, *bias)]
-                    node.meta["eager_input_vals"] = (values, {})  # copies are compiled, too
+                    node.meta["eager_input_vals"] = (values, {})  # else oneDNN copies a, slowly
 
     def uuid(self) -> bytes:  # names what this file does in the compiler's cache
         return get_hash_for_files((__file__,))
