@@ -554,6 +554,7 @@ def test_on_ray_itself_a_run_computes_the_same_and_survives_its_workers(monkeypa
             assert process.poll() is None, process.stderr.read()
             have_worked.update(processes("Simulators.rollout", process.pid))  # Ray writes the method behind the class
         os.kill(workers[-1], number)
+        time.sleep(1)  # a process that is killed is there for a moment
         have_worked.remove(workers[-1])
     errors = process.communicate(timeout=200)[1]
     assert process.returncode == 0, errors
