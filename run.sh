@@ -74,7 +74,7 @@ case ${1:-} in
     $run ppo_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
     for of in "ppo_device_env --total-timesteps 2000000" "a2c_device_env --total-timesteps 5000000"; do $run $of --env-ids CartPole-v1 --seeds $(seq 5) $jax; done
     $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
-    for n in 1000000 2500000; do $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps $n $modes; done
+    for n in 1000000 2500000; do $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps $n $modes; done; $run ppo_atari_ray --env-ids Pong-v5
     $run ppo_atari_multigpu --env-ids Pong-v5 --total-timesteps 1000000 --modes "2 ranks" --seeds 1
     exec python benchmark/plot.py ;;
 esac

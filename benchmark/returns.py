@@ -30,7 +30,8 @@ from plot import RESULTS, read_csv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 BINS = 100
-FLAGS = {  # of envs for which a script's defaults, chosen for another, are not good
+FLAGS = {  # of a script or an env for which the defaults, chosen for another, are not good
+    "ppo_atari_ray": "--envs-per-worker 4 --num-steps 128",  # the batches of ppo_atari_envpool
     "MinAtar/Breakout-v1": "--num-envs 64 --num-steps 128 --num-minibatches 8 --learning-rate 5e-3",
 }
 
@@ -81,7 +82,7 @@ def run_script(
         path = patched(script, mode, patch.resolve(), Path(folder, "patched"))
     command = [sys.executable, "-W", "ignore", *launch, path, *flags]
     command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
-    command += shlex.split(FLAGS.get(env_id, ""))
+    command += shlex.split(FLAGS.get(script, "")) + shlex.split(FLAGS.get(env_id, ""))
     if mode in RANKS:
         command += ["--local-num-envs", 8 // int(mode[0])]  # together as many as one process has: the same updates
     environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}  # where no_velocity.py is
