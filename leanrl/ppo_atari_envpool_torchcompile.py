@@ -448,7 +448,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     obs = obs.pin_memory() if on_gpu else obs
     env_action = torch.zeros(N, dtype=torch.long, pin_memory=on_gpu)
     agent = AtariAgent(num_actions).requires_grad_(False)
-    if not on_gpu and not args.bf16:
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # perf[conv] without, it would be slow
+    if has_avx512 and not on_gpu and not args.bf16:
         convolve_last_layer(agent.trunk)
     agent.to(device, memory_format=torch.channels_last)  # faster convolutions
     params = dict(agent.named_parameters())
@@ -483,7 +484,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     state = {"params": params, "adam": adam}  # perf[graph] no optimizers
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), tree_leaves(saved["state"]), strict=True):  # perf[graph]
-            tensor.copy_(saved_tensor.view_as(tensor))
+            tensor.copy_(saved_tensor.reshape(tensor.shape))
         start_anew(first_iteration)
 
     @torch.no_grad()

@@ -605,7 +605,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     ray, workers = start_ray(args, FramePlayers, (args.env_id, E), bytes_of_rollouts)
     run_dir, writer = start_run(args)
     agent = AtariAgent(num_actions).requires_grad_(False)
-    if not on_gpu:
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # perf[conv] without, it would be slow
+    if has_avx512 and not on_gpu:
         convolve_last_layer(agent.trunk)
     agent.to(device, memory_format=torch.channels_last)  # faster convolutions
     params = dict(agent.named_parameters())
@@ -694,7 +695,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     state = {"params": params, "adam": adam}  # perf[graph] no optimizers
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), tree_leaves(saved["state"]), strict=True):  # perf[graph]
-            tensor.copy_(saved_tensor.view_as(tensor))
+            tensor.copy_(saved_tensor.reshape(tensor.shape))
     pending = []  # calls, oldest first
     version = first_iteration  # of the policy: updates so far
     policy = publish()

@@ -259,6 +259,21 @@ def test_a_finished_run_goes_on_with_more_steps(monkeypatch):
     assert all(torch.equal(p, longer.parameters[k]) for k, p in whole.parameters.items())
 
 
+@pytest.mark.parametrize("processors", [("AVX512", "AVX2"), ("AVX2", "AVX512")])
+def test_a_run_goes_on_on_another_kind_of_processor(monkeypatch, processors):
+    """The weights of Atari's layer of 512 are a convolution's on one of them, and a matrix on the other."""
+    name = "ppo_atari_envpool_torchcompile"
+    runs, shapes = [], []
+    for processor in processors:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda processor=processor: processor)
+        resume = str(runs[0].run_dir / "checkpoint.pt") if runs else None
+        steps = {"total_timesteps": 192 if runs else 96, "num_steps": 16, "checkpoint_interval": 96}
+        runs.append(train(monkeypatch, name, **tiny(name) | steps, resume=resume, learning_rate=0.0 if runs else 1e-3))
+        shapes.append(runs[-1].parameters["trunk.7.weight"].ndim)
+    assert shapes == [4 if processor == "AVX512" else 2 for processor in processors]
+    assert largest_difference(*runs) == 0  # with a learning rate of 0, the second one only carries on
+
+
 def save_forever(script, folder: Path, step: int):
     """In a process of its own; the file `ended` tells of the last save that has ended."""
     torch.set_num_threads(1)  # OpenMP's other threads were not forked
