@@ -15,9 +15,10 @@ from collections import Counter
 from dataclasses import fields
 from types import SimpleNamespace
 
+import local_ray
 import pytest
 import torch.utils.tensorboard
-from conftest import ATARI, DISCRETE, ROOT, SCRIPTS, load
+from conftest import DISCRETE, RAY, ROOT, SCRIPTS, load
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -44,6 +45,9 @@ ENVS = ["Pendulum-v1", "CartPole-v1", "Breakout-v5", "Pong-v5", "MountainCarCont
 SMALL = {  # these cost time, so that large ones would only be slow
     "total_timesteps": [-1, 0, 1, 2, 63, 64, 65, 130, 300],
     "num_envs": [-1, 0, 1, 2, 3, 8],
+    "num_workers": [-1, 0, 1, 2, 3, 100, 2**31],
+    "envs_per_worker": [-1, 0, 1, 2, 3, 8, 2**31],
+    "lag": [-1, 0, 1, 2, 7],
     "update_epochs": [-1, 0, 1, 2],
     "env_groups": [-1, 0, 1, 2, 3, 2**31],
     "policy_frequency": [-1, 0, 1, 2, 50, 2**31, 2**63],
@@ -54,12 +58,15 @@ STRINGS = {
     "device": ["cpu", "cpu:0", "cpu:7", "cuda", "cuda:99", "meta", *TEXTS],
     "resume": ["auto", ".", "nowhere/checkpoint.pt", *TEXTS],
     "cell": ["gru", "lstm", "GRU", *TEXTS],
+    "act_on": ["learner", "worker", "both", *TEXTS],
+    "ray_address": ["auto", "10.0.0.1:6379", *TEXTS],  # none is called, since Ray runs already
     "exp_name": TEXTS,
     "wandb_project_name": TEXTS,
     "wandb_entity": TEXTS,
 }
 BASE = {"total_timesteps": 130, "num_steps": 64, "num_minibatches": 2, "learning_starts": 60, "batch_size": 32}
 BASE |= {"buffer_size": 100, "update_epochs": 1, "num_envs": 2, "train_frequency": 2}
+BASE |= {"num_workers": 2, "envs_per_worker": 1}
 BASE |= {"burn_in": 4, "seq_length": 8, "state_interval": 4}
 
 
@@ -77,7 +84,7 @@ def flags_of(name: str) -> st.SearchStrategy[dict]:
 
 def command_line(name: str, flags: dict) -> list[str]:
     own = {field.name for field in fields(load(name).Args)}
-    env_id = "Breakout-v5" if name in ATARI else "CartPole-v1" if name in DISCRETE else "Pendulum-v1"
+    env_id = "Breakout-v5" if "atari" in name else "CartPole-v1" if name in DISCRETE else "Pendulum-v1"
     flags = {k: v for k, v in BASE.items() if k in own} | {"env_id": env_id, "save_model": False} | flags
     words = []
     for key, value in flags.items():
@@ -95,9 +102,10 @@ class Silent(SimpleNamespace):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium's advice to name a version
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", SCRIPTS + RAY)
 def test_any_command_line_trains_or_is_refused_with_a_sentence(name, monkeypatch):
     monkeypatch.setattr(torch.utils.tensorboard, "SummaryWriter", Silent)
+    monkeypatch.setitem(sys.modules, "ray", local_ray)
     outcomes = Counter()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -107,6 +115,7 @@ def test_any_command_line_trains_or_is_refused_with_a_sentence(name, monkeypatch
         note(f"python leanrl/{name}.py {' '.join(map(repr, words))}")
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
         shutil.rmtree("runs", ignore_errors=True)
+        local_ray.reset()
         started = time.monotonic()
         with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
             try:

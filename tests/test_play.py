@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import imageio.v3 as imageio
+import local_ray
 import numpy as np
 import play
 import pytest
@@ -21,6 +22,7 @@ GAMES = {"ppo_continuous_action": "Pendulum-v1", "dqn": "CartPole-v1", "ppo_atar
 GAMES |= {"ppo_lru": "CartPole-v1", "ppo_rnn": "CartPole-v1", "dqn_lru": "CartPole-v1"}
 GAMES |= {"ppo_device_env": "CartPole-v1", "a2c_device_env": "CartPole-v1"}
 GAMES |= {"td3_continuous_action": "Pendulum-v1", "sac_continuous_action": "Pendulum-v1"}
+GAMES |= {"ppo_continuous_action_ray": "Pendulum-v1", "ppo_atari_ray": "Pong-v5"}
 
 
 class Pushes(nn.Module):
@@ -74,7 +76,9 @@ def test_a_policy_plays_in_a_new_process_as_here(monkeypatch, name, own_folder):
     sizes = {"num_steps": 128, "total_timesteps": 256} if "ppo" in name else {"total_timesteps": 200}
     sizes |= {"num_minibatches": 2} if name in MEMORY else {}
     sizes |= {"num_steps": 32} if "device" in name else {}
-    run = train(monkeypatch, name, env_id=GAMES[name], num_envs=2, save_model=True, **sizes)
+    sizes |= {"num_workers": 2, "envs_per_worker": 1} if "ray" in name else {"num_envs": 2}
+    monkeypatch.setitem(sys.modules, "ray", local_ray)
+    run = train(monkeypatch, name, env_id=GAMES[name], save_model=True, **sizes)
     path = run.run_dir / "policy.pt2"
     episodes = 1 if "atari" in name else 2
     here = play.play(play.Args(path, episodes=episodes))

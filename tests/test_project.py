@@ -57,7 +57,7 @@ def test_every_flag_has_a_line_with_its_help(name):
 
 def test_all_pins_are_exact():
     for path in (ROOT / "requirements").glob("*.txt"):
-        assert all(re.fullmatch(r"[\w-]+==[\w.]+", pin) for pin in pins(path.name)), path
+        assert all(re.fullmatch(r"[\w-]+(\[\w+\])?==[\w.]+", pin) for pin in pins(path.name)), path
 
 
 def commands() -> list[str]:
@@ -146,16 +146,19 @@ def test_run_sh_help_lists_every_command_and_refuses_others():
 
 
 def test_the_sweep_trains_every_published_run(tmp_path):
-    """A copy of run.sh, in which nothing is to be installed and python only prints what it was told."""
+    """A copy of both, in which nothing is to be installed and python only prints what it was told."""
     shutil.copy(ROOT / "run.sh", tmp_path)
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    (tmp_path / "benchmark").mkdir()
+    shutil.copy(ROOT / "benchmark" / "sweep.sh", tmp_path / "benchmark")
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\nprintf "%s\\t" python "$@"\necho\n')
     python.chmod(0o755)
     checksum = subprocess.check_output("cat requirements/*.txt | cksum", shell=True, cwd=tmp_path, text=True)
-    for name in ("core", "peers"):
-        (tmp_path / ".venv" / f"{name}-{checksum.split()[0]}").touch()
+    (tmp_path / ".venv-rllib").mkdir()
+    for name in (".venv/core", ".venv/peers", ".venv-rllib/core"):
+        (tmp_path / f"{name}-{checksum.split()[0]}").touch()
     ran = subprocess.check_output(["./run.sh", "sweep"], cwd=tmp_path, text=True)
     lines = [shlex.join(line.rstrip("\t").split("\t")) for line in ran.splitlines()]
     trained = set()

@@ -648,8 +648,11 @@ def test_a_run_survives_a_machine(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere"])
-def test_a_cluster_that_is_not_there_gets_a_sentence(address):
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere", "auto"])
+def test_a_cluster_that_is_not_there_gets_a_sentence(monkeypatch, address):
+    """So does one that has ended, and left its address behind."""
+    if address == "auto":
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     process = start("ppo_atari_ray", ray_address=address)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 2 and f"error: cannot start Ray, or join {address}: " in errors, errors

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# The commands behind every published number, and the documents anew; ./run.sh sweep runs it. It takes days on two cores.
+set -euo pipefail
+
+# speed
+compare="python benchmark/compare.py"
+$compare --out benchmark/results/cpu
+$compare ppo_device_env a2c_device_env --threads 1 --out benchmark/results/cpu-one-thread
+$compare a2c_device_env --flags=--num-envs=1024 --out benchmark/results/cpu-1024-envs
+for of in "impala --update-epochs=1 --no-norm-adv" "appo --update-epochs=2"; do # as many passes as RLlib makes
+  rllib=".venv-rllib/bin/python benchmark/rllib_peer.py ${of%% *} --steps {steps} --seed {seed}"
+  $compare ppo_atari_ray --pairs 2 --modes compile --slices 1 --flags="--num-minibatches=1 ${of#* }" \
+    --external "RLlib=$rllib" --out "benchmark/results/cpu-${of%% *}"
+done
+for tool in phases ablate scale; do python benchmark/$tool.py --out benchmark/results/$tool; done
+for tool in saving steps efficiency; do python benchmark/$tool.py; done
+python benchmark/scans.py --out benchmark/results/scans.json
+
+# returns
+run="python benchmark/returns.py" modes="--modes eager compile compile+bf16" jax="--modes compile jax"
+$run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
+$run ppo_continuous_action --modes eager --seeds 1
+$run ppo_continuous_action --modes compile eager sbx --seeds 1 --out benchmark/results/race
+for script in td3 sac; do $run ${script}_continuous_action --total-timesteps 200000 $modes; done
+$run dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds $(seq 10)
+$run dqn --env-ids Acrobot-v1 --total-timesteps 500000
+memory="--total-timesteps 300000 --env-ids"
+for env in RepeatPreviousEasy RepeatPreviousMedium PositionOnlyCartPoleEasy CountRecallEasy AutoencodeEasy; do
+  memory+=" popgym:popgym-$env-v0"
+done
+for patch in "" "--patch benchmark/ablations/ppo_lru/no-memory.patch"; do $run ppo_lru $memory --seeds $(seq 5) $patch; done
+$run ppo_rnn $memory --modes compile sb3-contrib
+slices="dqn_lru --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 no_velocity:CartPoleNoVel-v1 --total-timesteps 300000"
+for patch in "" "--patch benchmark/ablations/dqn_lru/no-memory.patch"; do $run $slices $patch; done
+$run ppo_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
+$run ppo_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
+$run a2c_device_env --env-ids CartPole-v1 --total-timesteps 5000000 --seeds $(seq 5) $jax
+$run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
+for steps in 1000000 2500000; do $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps $steps $modes; done
+$run ppo_atari_multigpu --env-ids Pong-v5 --modes "2 ranks" --seeds 1
+$run ppo_continuous_action_ray
+$run ppo_atari_ray --env-ids Pong-v5
+
+exec python benchmark/plot.py
