@@ -10,7 +10,7 @@ usage() {
 ./run.sh play POLICY.PT2 [FLAGS]     play a trained policy, e.g. ./run.sh play runs/.../policy.pt2 --video
 ./run.sh compare [SCRIPT...] [FLAGS] measure modes beside Stable-Baselines3 and SBX, e.g. --pairs 5 --steps 81920
 ./run.sh rllib                       make .venv-rllib, with which docs/ray.md compares the scripts on Ray
-./run.sh sweep                       the commands behind every published number (hours), and the documents anew
+./run.sh sweep                       the commands behind every published number (days), and the documents anew
 END
 }
 die() { echo "error: $*" >&2 && exit 1; }

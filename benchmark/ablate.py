@@ -64,7 +64,8 @@ def ablate(script: str, args: Args):
             folder = Path(root, f"{mode}-{patch.stem if patch else 'as-it-is'}")
             if not folder.exists():
                 patched(script, mode, patch, folder)
-            return Run(script, mode, args.steps or entry.steps, entry.env_id, turn + 1, folder, cache=folder / "cache")
+            about = {"cache": folder / "cache", "slices": entry.slices}
+            return Run(script, mode, args.steps or entry.steps, entry.env_id, turn + 1, folder, **about)
 
         for turn in range(args.pairs):
             for title, (mode, patch) in variants(script).items():

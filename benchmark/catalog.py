@@ -53,6 +53,7 @@ class Script:
     adam: tuple[dict, list, float] | None = None  # flags; the rate that each of its optimizers then has; Adam's eps
     graphs: int = 0  # how many functions --compile compiles
     on_device: bool = False  # its envs are in the script
+    slices: int = 20  # parts of a measured run, in turns; 1 where players would play on while others have theirs
     modes: dict[str, tuple[str, list]] = field(default_factory=lambda: MODES)
     peers: dict[str, tuple[str, Callable]] = field(default_factory=dict)  # what is measured beside it; see peers.py
 
@@ -241,6 +242,7 @@ CATALOG = {
         | {"total_timesteps": 256},
         saving={"total_timesteps": 16 * 6 * 2, "checkpoint_interval": 64},
         graphs=1,
+        slices=1,
     ),
     "ppo_atari_multigpu": Script(
         env_id="Breakout-v5",

@@ -44,7 +44,7 @@ class Args:
     steps: int | None = None  # env steps of each run; default: the script's own
     seconds: float | None = None  # end each run once it has been measured for so long; not for ranks
     pairs: int = 3  # runs of each mode
-    slices: int = 20  # parts of a run, in turn; 1 on a machine of one's own, to see what a GPU is used for long enough
+    slices: int | None = None  # parts of a run, in turn; 1 on a machine of one's own, to see what a GPU is used for
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
     flags: str = ""  # more flags of the scripts, in one string; write --flags="--num-envs 1024"
     threads: int | None = None  # of every run, on as many cores; default: what a script chooses, and is best for a peer
@@ -287,10 +287,11 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     seconds = None if entry.modes is RANKS else args.seconds  # ranks would not end at the same report
     length = f"{seconds} s" if seconds else f"{steps:,} steps"
     print(f"{script} on {entry.env_id}: {', '.join([*chosen, *externals])}; {args.pairs} x {length}", flush=True)
-    about = {"steps": steps, "env_id": entry.env_id, "slices": args.slices, "seconds": seconds}
+    slices = args.slices or entry.slices
+    about = {"steps": steps, "env_id": entry.env_id, "slices": slices, "seconds": seconds}
     about["flags"] = tuple(shlex.split(args.flags))
     tried = [m for m in chosen if (m in peers or m in JAX) and os.cpu_count() > 1 and not args.threads]
-    total = args.slices * (args.pairs * len(chosen) + 2 * len(tried)) + args.pairs * len(externals)
+    total = slices * (args.pairs * len(chosen) + 2 * len(tried)) + args.pairs * len(externals)
     runs = {mode: [] for mode in [*chosen, *externals]}
     bar = tqdm(total=total, unit="slice", desc=script, smoothing=0)
     with bar as progress, tempfile.TemporaryDirectory() as caches:
@@ -303,7 +304,7 @@ def compare(script: str, args: Args, externals: dict[str, str]):
             results = measure(*turn, progress=progress)
             for name, command in externals.items():
                 progress.set_postfix_str(name)
-                results.append(measure_external(command, steps, seed, args.slices))
+                results.append(measure_external(command, steps, seed, slices))
                 progress.update()
             for mode, result in zip(runs, results, strict=True):
                 runs[mode].append(result)

@@ -1,10 +1,11 @@
 """Measures how much of their time slow simulators work, by how they are called: envs that sleep, on Ray's workers.
 
-    python benchmark/efficiency.py --workers 1 4 16 --milliseconds 100 10 1
+    python benchmark/efficiency.py --workers 1 4 16 64 --milliseconds 1 10 100 1000
 
 The efficiency is the rate of env steps, while sampling, over that of as many simulators that never wait. Each way is
-the twin ppo_continuous_action_ray_torchcompile.py with other flags; Gymnasium's AsyncVectorEnv stands beside. Writes
-results/ray.json, which plot.py shows, with the formula that fits a call per env step (docs/ray.md).
+the twin ppo_continuous_action_ray_torchcompile.py with other flags; Gymnasium's AsyncVectorEnv and Tianshou's
+RayVectorEnv stand beside, the latter in the environment that ./run.sh rllib makes. Writes results/ray.json, which
+plot.py shows, with the formula that fits a call per env step (docs/ray.md).
 """
 
 import json
@@ -32,14 +33,16 @@ WAYS = {
     "rollouts": {"act_on": "worker"},
 }
 ASYNC = "AsyncVectorEnv"
+TIANSHOU = "Tianshou's RayVectorEnv"
+PYTHON_OF_TIANSHOU = FOLDER.parent / ".venv-rllib" / "bin" / "python"
 ENVS = {1: 16, 10: 16, 100: 4, 1000: 2}  # of each worker, by the milliseconds of a step
 
 
 @dataclass
 class Args:
-    workers: tuple[int, ...] = (1, 4, 16)  # numbers of workers
+    workers: tuple[int, ...] = (1, 4, 16, 64)  # numbers of workers
     milliseconds: tuple[int, ...] = sleeping.MILLISECONDS  # times that a step takes
-    ways: tuple[str, ...] = (*WAYS, ASYNC)  # how the simulators are called
+    ways: tuple[str, ...] = (*WAYS, ASYNC, TIANSHOU)  # how the simulators are called
     out: Path = FOLDER / "results" / "ray.json"  # where the JSON goes
     cell: str | None = None  # measure this one alone, "way/workers/milliseconds", and print its steps per second
 
@@ -89,7 +92,10 @@ def measure(cell: str) -> float:
     """In a process of its own, since Ray's processes outlive a call."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
     with tempfile.TemporaryDirectory() as folder:
+        way, *numbers = cell.split("/")
         command = [sys.executable, __file__, "--cell", cell]
+        if way == TIANSHOU:
+            command = [PYTHON_OF_TIANSHOU, FOLDER / "tianshou_peer.py", *numbers]
         process = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder)
     if process.returncode:
         sys.exit(process.stderr)
@@ -113,6 +119,8 @@ def main(args: Args):
         numbers = int(workers), int(milliseconds)
         print(steps_of_gymnasium(*numbers) if way == ASYNC else steps_of_ray(way, *numbers))
         return
+    if TIANSHOU in args.ways and not PYTHON_OF_TIANSHOU.exists():
+        sys.exit("error: Tianshou is not there; ./run.sh rllib installs it, or leave it out of --ways.")
     rows = []
     for milliseconds in args.milliseconds:
         for workers in args.workers:

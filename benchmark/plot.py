@@ -211,6 +211,11 @@ def turns(row: dict) -> str:
     return f"{n} turn{'s' if n > 1 else ''}{'' if 'rates' in row['runs'][0] else ' of whole runs'}"
 
 
+def amount(value: float | None, template: str) -> str:
+    """A cell of a table; - where nothing was measured, as of a program that is timed from outside."""
+    return "-" if value is None else template.format(max(value, 0))  # what a start took may be below 0, by noise
+
+
 def speed_block(folder: str = "cpu", script: str | None = None) -> str:
     """Markdown: a table a script, of all modes and peers."""
     lines = []
@@ -230,13 +235,11 @@ def speed_block(folder: str = "cpu", script: str | None = None) -> str:
         ]
         for row in report["modes"]:
             (sps, low, high), ratio = row["sps"], row["ratio"]
-            warm = row.get("warm_seconds")  # older measurements lack it
-            warm = "-" if warm is None else f"{warm:.0f} s"
-            share = "-" if row["env_share"] is None else f"{100 * row['env_share']:.0f} %"  # none: on the device
+            cold, warm = (amount(row.get(key), "{:.0f} s") for key in ("startup_seconds", "warm_seconds"))
             lines.append(
                 f"| {row['mode']} | {sps:,.0f} | {low:,.0f} - {high:,.0f} "
-                f"| {ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f}) | {max(row['startup_seconds'], 0):.0f} s "
-                f"| {warm} | {row['host_mb']:,.0f} MB | {share} |"
+                f"| {ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f}) | {cold} | {warm} "
+                f"| {amount(row['host_mb'], '{:,.0f} MB')} | {amount(row['env_share'], '{:.0%}')} |"
             )
         lines.append("")
     return "\n".join(lines).rstrip()
@@ -493,6 +496,9 @@ def ray_block() -> str:
 BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "claim": claim_block, "returns": returns_block}
 BLOCKS |= {
     "speed cpu-amx": lambda: speed_block("cpu-amx"),
+    "speed cpu-avx2": lambda: speed_block("cpu-avx2"),
+    "speed cpu-impala": lambda: speed_block("cpu-impala"),
+    "speed cpu-appo": lambda: speed_block("cpu-appo"),
     "speed ppo_device_env": lambda: speed_block("cpu", "ppo_device_env"),
     "speed a2c_device_env": lambda: speed_block("cpu", "a2c_device_env"),
     "speed cpu-one-thread": lambda: speed_block("cpu-one-thread"),

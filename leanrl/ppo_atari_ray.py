@@ -81,6 +81,7 @@ class Args:
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
     ray_address: str | None = None  # cluster to join: auto, or the head's host:port; default: only this machine
+    worker_threads: int = 1  # threads of each worker, for its envs and its policy
     worker_timeout: float = 300.0  # a worker that takes more seconds than this for a rollout is started again
     lag: int = 1  # updates between the policy that plays and the one that learns; 0: the workers wait
     first_come: bool = False  # learn from whichever rollouts are ready, in no fixed order, as IMPALA does
@@ -259,10 +260,11 @@ class Call(NamedTuple):
 class Players:
     """E envs and a policy. As an actor of Ray, they live in a process of their own, on any machine of the cluster."""
 
-    def __init__(self, env_id: str, num_envs: int):
-        torch.set_num_threads(1)  # the other cores are for other workers
+    def __init__(self, env_id: str, num_envs: int, num_threads: int):
+        torch.set_num_threads(num_threads)  # the other cores are for other workers
         torch.set_flush_denormal(True)  # as in the learner
         self.env_id = env_id
+        self.num_threads = num_threads
         self.envs = None
         self.done = np.zeros(num_envs, bool)
         self.scores = np.zeros(num_envs)
@@ -272,7 +274,7 @@ class Players:
         if self.envs is not None:
             self.envs.close()
         try:
-            self.envs = make_envs(self.env_id, seeds, num_threads=1)
+            self.envs = make_envs(self.env_id, seeds, self.num_threads)
         except SystemExit as error:  # to Ray this would be a worker to be started again
             raise RuntimeError(f"{self.env_id} cannot be made there; EnvPool may be missing") from error
         self.obs, _ = self.envs.reset()
@@ -287,11 +289,12 @@ class Players:
         obs = np.zeros((T + 1, *self.obs.shape), np.uint8)
         action = np.zeros((T, E), np.int64)
         logprob = np.zeros((T, E), np.float32)
+        value = np.zeros((T + 1, E), np.float32)
         outcome = np.zeros((T, E, 4), np.float32)  # reward, terminated, done, valid
         ended = []  # games: (step, return, length)
         for t in range(T):
             obs[t] = self.obs
-            logits, _ = agent(torch.as_tensor(self.obs))
+            logits, value[t] = agent(torch.as_tensor(self.obs))
             sampled = (logits + noise[t]).argmax(-1)  # with Gumbel noise, this samples from softmax(logits)
             logprob[t] = categorical_logprob_entropy(sampled, logits)[0]
             action[t] = sampled
@@ -301,7 +304,9 @@ class Players:
             self.done = terminated | truncated
             outcome[t] = np.stack([reward, terminated, self.done, valid], -1)
         obs[T] = self.obs
-        return {"obs": obs, "action": action, "logprob": logprob, "outcome": outcome, "games": ended}
+        _, value[T] = agent(torch.as_tensor(self.obs))
+        stored = {"obs": obs, "action": action, "logprob": logprob, "value": value, "outcome": outcome}
+        return stored | {"games": ended}
 
 
 def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) -> tuple:
@@ -529,7 +534,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     keep_freed_memory()
     device = pick_device(args)
     bytes_of_rollouts = (args.lag + 2) * (T + 1) * N * frames[0].numel()
-    ray, workers = start_ray(args, Players, (args.env_id, E), bytes_of_rollouts)
+    ray, workers = start_ray(args, Players, (args.env_id, E, args.worker_threads), bytes_of_rollouts)
     run_dir, writer = start_run(args)
     agent = AtariAgent(num_actions).to(device, memory_format=torch.channels_last)  # faster convolutions
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
@@ -672,13 +677,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
         learning_rate = args.learning_rate * remaining
         optimizer.param_groups[0]["lr"] = learning_rate
-        stored = {
-            name: np.concatenate([r[name] for r in rollouts], 1) for name in ("obs", "action", "logprob", "outcome")
-        }
-        obs, action, logprob_played, outcome = (torch.as_tensor(x, device=device) for x in stored.values())
+        names = ("obs", "action", "logprob", "value", "outcome")
+        stored = [np.concatenate([r[name] for r in rollouts], 1) for name in names]
+        obs, action, logprob_played, value, outcome = (torch.as_tensor(x, device=device) for x in stored)
         reward, terminated, done, valid = outcome.unbind(-1)
-        logprob, value = evaluate(obs, action)
-        log_ratio = (logprob - logprob_played) * (args.lag > 0 or args.first_come)  # else, all but rounding is 0
+        logprob = logprob_played
+        if args.lag > 0 or args.first_come:  # an older policy played
+            logprob, value = evaluate(obs, action)
+        log_ratio = logprob - logprob_played
         ratio = log_ratio.exp()
         target, advantage = vtrace(ratio, reward, value, terminated, done, args)
         rows = {"obs": obs, "action": action, "logprob": logprob, "value": value}

@@ -85,6 +85,7 @@ class Args:
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
     ray_address: str | None = None  # cluster to join: auto, or the head's host:port; default: only this machine
+    worker_threads: int = 1  # threads of each worker, for its envs and its policy
     worker_timeout: float = 300.0  # a worker that takes more seconds than this for a rollout is started again
     lag: int = 1  # updates between the policy that plays and the one that learns; 0: the workers wait
     first_come: bool = False  # learn from whichever rollouts are ready, in no fixed order, as IMPALA does
@@ -270,10 +271,11 @@ class Call(NamedTuple):
 class FramePlayers:  # perf[frames] perf[vector]
     """E envs and a policy. As an actor of Ray, they live in a process of their own, on any machine of the cluster."""
 
-    def __init__(self, env_id: str, num_envs: int):
-        torch.set_num_threads(1)  # the other cores are for other workers
+    def __init__(self, env_id: str, num_envs: int, num_threads: int):
+        torch.set_num_threads(num_threads)  # the other cores are for other workers
         torch.set_flush_denormal(True)  # as in the learner
         self.env_id = env_id
+        self.num_threads = num_threads
         self.envs = None
         self.agent = None  # perf[vector] made by the first rollout
         self.done = np.zeros(num_envs, bool)
@@ -284,7 +286,7 @@ class FramePlayers:  # perf[frames] perf[vector]
         if self.envs is not None:
             self.envs.close()
         try:
-            self.envs = make_envs(self.env_id, seeds, num_threads=1)
+            self.envs = make_envs(self.env_id, seeds, self.num_threads)
         except SystemExit as error:  # to Ray this would be a worker to be started again
             raise RuntimeError(f"{self.env_id} cannot be made there; EnvPool may be missing") from error
         self.obs, _ = self.envs.reset()
@@ -304,11 +306,12 @@ class FramePlayers:  # perf[frames] perf[vector]
         stacks = []  # perf[frames] (step, env, observation) of those that are not the one before with a newer frame
         action = np.zeros((T, E), np.int64)
         logprob = np.zeros((T, E), np.float32)
+        value = np.zeros((T + 1, E), np.float32)
         outcome = np.zeros((T, E, 4), np.float32)  # reward, terminated, done, valid
         ended = []  # games: (step, return, length)
         for t in range(T):
             before = self.obs
-            logits, _ = self.agent(torch.as_tensor(self.obs))
+            logits, value[t] = self.agent(torch.as_tensor(self.obs))
             sampled = (logits + noise[t]).argmax(-1)  # with Gumbel noise, this samples from softmax(logits)
             logprob[t] = categorical_logprob_entropy(sampled, logits)[0]
             action[t] = sampled
@@ -320,7 +323,8 @@ class FramePlayers:  # perf[frames] perf[vector]
             frame[t] = self.obs[:, 3]  # perf[frames]
             anew = (self.obs[:, :3] != before[:, 1:]).any((1, 2, 3))
             stacks += [(t, i, self.obs[i]) for i in np.flatnonzero(anew)]
-        stored = {"frame": frame, "action": action, "logprob": logprob, "outcome": outcome}
+        _, value[T] = self.agent(torch.as_tensor(self.obs))
+        stored = {"frame": frame, "action": action, "logprob": logprob, "value": value, "outcome": outcome}
         return stored | {"games": ended, "first": first, "stacks": stacks}
 
 
@@ -603,7 +607,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
     bytes_of_rollouts = (args.lag + 2) * (T + 1) * N * frames[0].numel()
-    ray, workers = start_ray(args, FramePlayers, (args.env_id, E), bytes_of_rollouts)
+    ray, workers = start_ray(args, FramePlayers, (args.env_id, E, args.worker_threads), bytes_of_rollouts)
     run_dir, writer = start_run(args)
     agent = AtariAgent(num_actions).requires_grad_(False)
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # perf[conv] without, it would be slow
@@ -767,16 +771,17 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
         learning_rate = args.learning_rate * remaining
         lr.fill_(learning_rate)  # perf[tensor]
-        stored = {
-            name: np.concatenate([r[name] for r in rollouts], 1) for name in ("frame", "action", "logprob", "outcome")
-        }
-        frame, action, logprob_played, outcome = (torch.as_tensor(x, device=device) for x in stored.values())
+        names = ("frame", "action", "logprob", "value", "outcome")
+        stored = [np.concatenate([r[name] for r in rollouts], 1) for name in names]
+        frame, action, logprob_played, value, outcome = (torch.as_tensor(x, device=device) for x in stored)
         first = torch.as_tensor(np.concatenate([r["first"] for r in rollouts]), device=device)  # perf[frames]
         stacks = [(t, i * E + k, stack) for i, r in enumerate(rollouts) for t, k, stack in r["stacks"]]
         restore_stacks(obs, first, frame, stacks)
         reward, terminated, done, valid = outcome.unbind(-1)
-        logprob, value = evaluate(obs, action)
-        log_ratio = (logprob - logprob_played) * (args.lag > 0 or args.first_come)  # else, all but rounding is 0
+        logprob = logprob_played
+        if args.lag > 0 or args.first_come:  # an older policy played
+            logprob, value = evaluate(obs, action)
+        log_ratio = logprob - logprob_played
         ratio = log_ratio.exp()
         target, advantage = vtrace_scan(ratio, reward, value, terminated, done, args)
         rows = {"obs": obs, "action": action, "logprob": logprob, "value": value}

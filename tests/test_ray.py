@@ -380,7 +380,7 @@ def test_one_update_of_everything_is_impala():
 def test_newest_frames_restore_every_stack():
     """Of real games, with lives that are lost."""
     script = load(ATARI[1])
-    players = script.FramePlayers("Breakout-v5", 3)
+    players = script.FramePlayers("Breakout-v5", 3, 1)
     players.reset([1, 2, 3])
     agent = script.AtariAgent(4)
     vector = torch.cat([p.detach().reshape(-1) for p in agent.parameters()]).numpy()
