@@ -9,7 +9,7 @@ $compare ppo_device_env a2c_device_env --threads 1 --out benchmark/results/cpu-o
 $compare a2c_device_env --flags=--num-envs=1024 --out benchmark/results/cpu-1024-envs
 for of in "impala --update-epochs=1 --no-norm-adv" "appo --update-epochs=2"; do # as many passes as RLlib makes
   rllib=".venv-rllib/bin/python benchmark/rllib_peer.py ${of%% *} --steps {steps} --seed {seed}"
-  $compare ppo_atari_ray --pairs 2 --modes compile --flags="--num-minibatches=1 ${of#* }" \
+  $compare ppo_atari_ray --pairs 2 --steps 24576 --modes compile --flags="--num-minibatches=1 ${of#* }" \
     --external "RLlib=$rllib" --out "benchmark/results/cpu-${of%% *}"
 done
 for tool in phases ablate scale; do python benchmark/$tool.py --out benchmark/results/$tool; done
