@@ -44,7 +44,7 @@ class Args:
     steps: int | None = None  # env steps of each run; default: the script's own
     seconds: float | None = None  # end each run once it has been measured for so long; not for ranks
     pairs: int = 3  # runs of each mode
-    slices: int | None = None  # parts of a run, in turn; 1 on a machine of one's own, to see what a GPU is used for
+    slices: int | None = None  # parts of a run, in turn; default: 20, or 1 for players on Ray; 1: runs take no turns
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
     flags: str = ""  # more flags of the scripts, in one string; write --flags="--num-envs 1024"
     threads: int | None = None  # of every run, on as many cores; default: what a script chooses, and is best for a peer

@@ -108,7 +108,7 @@ def slices(args: Args, warmup_reports: int) -> tuple[list[float], Callable[[int]
         MEASURING.clear()
         if args.seconds and len(rates) == args.slices:
             raise Enough
-        if args.in_turns:
+        if args.in_turns and args.slices > 1:
             wait_for_turn()
         MEASURING.set()
 

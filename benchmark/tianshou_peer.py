@@ -15,7 +15,7 @@ import ray
 from tianshou.env import RayVectorEnv
 
 workers, milliseconds = map(int, sys.argv[1:])
-ray.init(num_cpus=workers, include_dashboard=False)
+ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
 envs = RayVectorEnv([lambda: gym.make(f"sleeping:Sleep{milliseconds}ms-v0")] * workers)
 envs.reset()
 action = np.zeros((workers, 6), np.float32)

@@ -448,7 +448,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     obs = obs.pin_memory() if on_gpu else obs
     env_action = torch.zeros(N, dtype=torch.long, pin_memory=on_gpu)
     agent = AtariAgent(num_actions).requires_grad_(False)
-    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # perf[conv] without, it would be slow
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # perf[conv] slower without
     if has_avx512 and not on_gpu and not args.bf16:
         convolve_last_layer(agent.trunk)
     agent.to(device, memory_format=torch.channels_last)  # faster convolutions

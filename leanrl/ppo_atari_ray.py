@@ -321,7 +321,9 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
         if not ray.is_initialized():
             settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
             if args.ray_address is not None:  # Ray itself would try for minutes
-                address = ray._private.services.get_ray_address_from_environment(args.ray_address, None)
+                address = args.ray_address
+                if address == "auto":
+                    address = ray._private.services.get_ray_address_from_environment("auto", None)
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=10).close()
             if args.ray_address is None:

@@ -389,7 +389,9 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
         if not ray.is_initialized():
             settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
             if args.ray_address is not None:  # Ray itself would try for minutes
-                address = ray._private.services.get_ray_address_from_environment(args.ray_address, None)
+                address = args.ray_address
+                if address == "auto":
+                    address = ray._private.services.get_ray_address_from_environment("auto", None)
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=10).close()
             if args.ray_address is None:
@@ -610,7 +612,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     ray, workers = start_ray(args, FramePlayers, (args.env_id, E, args.worker_threads), bytes_of_rollouts)
     run_dir, writer = start_run(args)
     agent = AtariAgent(num_actions).requires_grad_(False)
-    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # perf[conv] without, it would be slow
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"  # perf[conv] slower without
     if has_avx512 and not on_gpu:
         convolve_last_layer(agent.trunk)
     agent.to(device, memory_format=torch.channels_last)  # faster convolutions

@@ -367,6 +367,14 @@ def test_the_clock_stands_still_in_others_turns(monkeypatch):
     assert rates == pytest.approx([100] * 19) and now[0] == pytest.approx(40 + 20 * 3600)
 
 
+def test_a_run_in_one_piece_takes_no_turns(monkeypatch):
+    monkeypatch.setattr(measure, "wait_for_turn", lambda: pytest.fail("players of its own would play on meanwhile"))
+    rates, on_report = measure.slices(measure.Args("x", "eager", 4000, "e", in_turns=True, slices=1), 3)
+    for steps in range(100, 4001, 100):
+        on_report(steps)
+    assert len(rates) == 1
+
+
 def test_a_run_ends_when_it_has_been_measured_for_long_enough(monkeypatch):
     """100 steps a second: 2 reports of warm-up, then two slices of 5 seconds, and no more."""
     now = [0.0]

@@ -47,6 +47,7 @@ SMALL = {  # these cost time, so that large ones would only be slow
     "num_envs": [-1, 0, 1, 2, 3, 8],
     "num_workers": [-1, 0, 1, 2, 3, 100, 2**31],
     "envs_per_worker": [-1, 0, 1, 2, 3, 8, 2**31],
+    "worker_threads": [-1, 0, 1, 2],
     "lag": [-1, 0, 1, 2, 7],
     "update_epochs": [-1, 0, 1, 2],
     "env_groups": [-1, 0, 1, 2, 3, 2**31],

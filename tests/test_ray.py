@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -377,6 +378,21 @@ def test_one_update_of_everything_is_impala():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("name", ATARI)
+def test_a_worker_has_as_many_threads_as_it_is_given(monkeypatch, local, name):
+    script, made = load(name), []
+
+    def new_pool(env_id: str, seeds: list[int], num_threads: int = 0) -> ScriptedPool:
+        made.append((num_threads, torch.get_num_threads()))
+        return ScriptedPool(env_id, seeds)
+
+    monkeypatch.setattr(script, "make_envs", new_pool)
+    threads = torch.get_num_threads()
+    train(monkeypatch, name, **tiny(name) | {"worker_threads": 2})
+    torch.set_num_threads(threads)
+    assert made[1:] == [(2, 2)]  # the first ones tell the learner of the actions
+
+
 def test_newest_frames_restore_every_stack():
     """Of real games, with lives that are lost."""
     script = load(ATARI[1])
@@ -650,11 +666,12 @@ def test_a_run_survives_a_machine(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere", "auto"])
 def test_a_cluster_that_is_not_there_gets_a_sentence(monkeypatch, address):
-    """So does one that has ended, and left its address behind."""
-    if address == "auto":
-        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    process = start("ppo_atari_ray", ray_address=address)
-    errors = process.communicate(timeout=60)[1]
+    """So does one that has ended, where Ray looks for it. An address that is named counts more than Ray's variable."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = 9 if address == "auto" else server.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        process = start("ppo_atari_ray", ray_address=address)
+        errors = process.communicate(timeout=60)[1]
     assert process.returncode == 2 and f"error: cannot start Ray, or join {address}: " in errors, errors
 
 
