@@ -53,8 +53,8 @@ OURS_OF = {
     "sac_continuous_action_torchcompile": {"bf16"},
     "ppo_continuous_action_ray": OF_WORKERS | {"act_on", "env_groups"},
     "ppo_continuous_action_ray_torchcompile": OF_WORKERS | {"act_on", "env_groups"},
-    "ppo_atari_ray": OF_WORKERS | {"lag", "first_come", "max_lag", "rho_clip", "c_clip"},
-    "ppo_atari_ray_torchcompile": OF_WORKERS | {"lag", "first_come", "max_lag", "rho_clip", "c_clip"},
+    "ppo_atari_ray": OF_WORKERS | {"worker_threads", "lag", "first_come", "max_lag", "rho_clip", "c_clip"},
+    "ppo_atari_ray_torchcompile": OF_WORKERS | {"worker_threads", "lag", "first_come", "max_lag", "rho_clip", "c_clip"},
     "ppo_atari_multigpu": {"timeout", "compile", "ddp", "cudagraphs"},
 }
 
