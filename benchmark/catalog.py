@@ -57,6 +57,11 @@ class Script:
     modes: dict[str, tuple[str, list]] = field(default_factory=lambda: MODES)
     peers: dict[str, tuple[str, Callable]] = field(default_factory=dict)  # what is measured beside it; see peers.py
 
+    @property
+    def steps_elsewhere(self) -> bool:
+        """Whether there is no simulator in the loop that learns: it is on the device, or on Ray's workers."""
+        return self.on_device or self.requirements.startswith("ray")
+
 
 SWING_UP = {"env_id": "Pendulum-v1", "total_timesteps": 4_500, "learning_starts": 1000, "batch_size": 64}
 SWING_UP |= {"gamma": 0.95, "tau": 0.02}

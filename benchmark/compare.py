@@ -319,7 +319,7 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     print(path, path.with_suffix(".png"), sep="\n")
     if here["gpu"]:
         utilisation(report, args.out / f"{script}_gpu.png")
-    if args.profile and entry.modes is not RANKS and not entry.on_device:
+    if args.profile and entry.modes is not RANKS and not entry.steps_elsewhere:
         profile(script, steps, seconds, [mode for mode in ours if mode in chosen])
 
 

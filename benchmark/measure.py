@@ -356,8 +356,7 @@ def main(args: Args):
     if has_gpu:
         threading.Thread(target=sample_gpu, args=(samples, stop), daemon=True).start()
     entry = CATALOG[args.script]
-    elsewhere = entry.on_device or entry.requirements.startswith("ray")  # no simulator in this process
-    if not elsewhere:
+    if not entry.steps_elsewhere:
         spent = (time_pool_steps if "atari" in args.script else time_env_steps)(args.env_id)
     run = run_ranks if args.mode in RANKS else run_script if args.mode in CATALOG[args.script].modes else run_peer
     result = run(args)
@@ -366,7 +365,7 @@ def main(args: Args):
         return
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     # of the steady rate's time, in the simulator
-    result["env_share"] = None if elsewhere else spent[0] / spent[1] * result["SPS"] / ranks
+    result["env_share"] = None if entry.steps_elsewhere else spent[0] / spent[1] * result["SPS"] / ranks
     result["threads"] = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count()))  # at most
     result["tf32"] = torch.get_float32_matmul_precision() != "highest"
     result["host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -39,7 +39,7 @@ atexit.register(_write)
 @dataclass
 class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(
-        name for name, entry in CATALOG.items() if entry.modes is not RANKS and not entry.on_device
+        name for name, entry in CATALOG.items() if entry.modes is not RANKS and not entry.steps_elsewhere
     )
     steps: int | None = None  # env steps of each run; default: the script's own
     modes: tuple[str, ...] = ("eager", "twin", "compile")
