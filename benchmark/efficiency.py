@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -75,17 +74,9 @@ def steps_of_gymnasium(workers: int, milliseconds: int) -> float:
     """Env steps a second of a vector env with a process for each env."""
     env_id = f"Sleep{milliseconds}ms-v0"
     envs = gym.vector.AsyncVectorEnv([lambda: gym.make(env_id)] * workers)
-    envs.reset()
-    action = np.zeros((workers, 6), np.float32)
-    steps = max(3, 3000 // milliseconds)
-    for _ in range(2):
-        envs.step(action)
-    start = time.perf_counter()
-    for _ in range(steps):
-        envs.step(action)
-    seconds = time.perf_counter() - start
+    rate = sleeping.steps_per_second(envs, workers, milliseconds)
     envs.close()
-    return steps * workers / seconds
+    return rate
 
 
 def measure(cell: str) -> float:
