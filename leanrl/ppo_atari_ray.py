@@ -313,6 +313,7 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
     """Starts Ray on this machine, or joins a cluster, and makes the workers if they fit; returns Ray and them."""
     if args.ray_address is None:  # Ray reads both when it is imported
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
+        os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to its makers
     handler = signal.getsignal(signal.SIGTERM)
     try:

@@ -498,17 +498,17 @@ SMALL = {"env_id": "Pendulum-v1", "num_workers": 2, "envs_per_worker": 1, "num_s
 
 
 def environment() -> dict[str, str]:
-    """Nobody else may connect to what a test starts."""
-    loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled"}
-    return os.environ | loopback | {"PYTHONPATH": str(ROOT / "leanrl"), "OMP_NUM_THREADS": "1"}
+    """Nobody else may connect to what a test starts, and the other tests do not go before it."""
+    alone = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+    return os.environ | alone | {"PYTHONPATH": str(ROOT / "leanrl"), "OMP_NUM_THREADS": "1"}
 
 
 def start(name: str, **flags) -> subprocess.Popen:
-    """Without what environment() says about who may connect: that is for the script to see to."""
+    """Without what environment() says about Ray: that is for the script to see to."""
     words = [str(word) for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), value)]
     command = [sys.executable, ROOT / "leanrl" / f"{name}.py", "--no-cuda", *words]
     env = environment()
-    del env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
+    del env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], env["RAY_worker_niceness"]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
 
 
@@ -605,7 +605,7 @@ def test_on_ray_itself_a_lag_gives_the_same_bits_and_nothing_is_spilled(monkeypa
 
 @pytest.mark.slow
 def test_a_signal_ends_a_run_on_ray_in_order(name="ppo_atari_ray"):
-    """It saves, says how to go on, and leaves no process behind. Meanwhile, nobody else may connect."""
+    """It saves, says how to go on, and leaves no process behind. Nobody else may connect, or goes before a worker."""
     process = start(name, env_id="Breakout-v5", num_steps=16, num_workers=2, envs_per_worker=1)
     while len(workers := processes("Players", process.pid)) < 2 or not list(Path("runs").glob("*/events*")):
         assert process.poll() is None, process.stderr.read()
@@ -614,6 +614,7 @@ def test_a_signal_ends_a_run_on_ray_in_order(name="ppo_atari_ray"):
     listening = addresses_that_listen(process.pid)
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}  # of IPv4 and 6
     assert listening and listening <= loopback
+    assert {os.getpriority(os.PRIO_PROCESS, worker) for worker in workers} == {os.getpriority(os.PRIO_PROCESS, 0)}
     process.send_signal(signal.SIGTERM)
     errors = process.communicate(timeout=100)[1]
     assert process.returncode == 128 + signal.SIGTERM and "to go on: python" in errors, errors
