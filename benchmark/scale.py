@@ -25,11 +25,17 @@ SIZES = {  # script -> size -> its values, in ascending order
         "num_envs": (1, 4, 16, 64),
         "batch_size": (64, 256, 1024, 4096),
         "width": WIDTHS,
+        "buffer_size": (10_000, 100_000, 1_000_000),
         "threads": (1, 2),
     },
 }
 LAYER = {"ppo_continuous_action": 64, "sac_continuous_action": 256}  # the width of a hidden layer as it is
 THREADS = "torch.set_num_threads(1)"
+FULL = {  # a replay that is full from the start, so that batches come from all of it
+    "obs_dim + action_dim + 3, device)": "obs_dim + action_dim + 3, device).fill_(1)",
+    "min(step, len(ring) - 1)": "len(ring) - 1",
+    "newest.clamp(max=len(ring) - 1)": "newest * 0 + len(ring) - 1",
+}
 
 
 @dataclass
@@ -48,6 +54,10 @@ def with_size(script: str, source: str, what: str, value: int) -> tuple[str, lis
         return source.replace(of_width, f", {value})").replace(to_width, f"({value}, "), []
     if what == "threads":  # where a script does not say, Run.threads does
         return source.replace(THREADS, f"torch.set_num_threads({value})"), []
+    if what == "buffer_size":
+        assert sum(old in source for old in FULL) == 2  # a plain file and a twin count the pairs in different ways
+        for old, new in FULL.items():
+            source = source.replace(old, new)
     flags = [f"--{what.replace('_', '-')}", value]
     if what == "num_envs" and "ppo" in script:
         flags += ["--num-steps", 2048 // value]  # a rollout of as many env steps

@@ -239,13 +239,15 @@ def test_sizes_reach_the_scripts_and_are_drawn(monkeypatch, tmp_path):
 
     monkeypatch.setattr(scale, "measure", spied)
     for script in scale.SIZES:
-        scale.main(scale.Args((script,), what=("width", "threads", "num_envs"), out=tmp_path))
+        scale.main(scale.Args((script,), out=tmp_path))
         report = json.loads((tmp_path / f"{script}.json").read_text())
         plot.growth(report, tmp_path / "growth.png")
         assert (tmp_path / "growth.png").stat().st_size > 5000
         assert {(row["what"], row["value"]) for row in report["sizes"]} >= {("width", 1024), ("num_envs", 64)}
     wide = [source for _, source, *_ in seen if "nn.Linear(1024, 1024)" in source]
     assert len(wide) == 4  # both scripts, both modes
+    full = [source for _, source, flags, _ in seen if "--buffer-size" in flags]
+    assert len(full) == 6 and all(".fill_(1)\n" in source and "clamp(max=len(ring)" not in source for source in full)
     threads = [(source, threads) for _, source, _, threads in seen if threads]
     assert len(threads) == 8 and all(
         f"num_threads({n})" in source or "num_threads" not in source for source, n in threads
