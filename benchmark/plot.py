@@ -277,7 +277,7 @@ def best_block(folder: str = "cpu") -> str:
         if report["script"] in ("ppo_atari_multigpu", "a2c_device_env", "ppo_lru", "ppo_rnn", "dqn_lru"):
             continue
         eager, compiled, peer = best(report)
-        beside = f"{against(compiled, peer):.1f} x ({peer['mode']})" if peer else "none steps EnvPool"
+        beside = f"{against(compiled, peer):.1f} x ({peer['mode']})" if peer else "none measured"
         lines.append(
             f"| {report['script']}, {report['env_id']} | {eager['sps'][0]:,.0f} | **{compiled['sps'][0]:,.0f}** "
             f"| {against(compiled, eager):.1f} x | {beside} | {pays_after(compiled, eager):,.0f} steps |"
@@ -387,6 +387,10 @@ def ablation_block() -> str:
                 how = turns(row) + (f" of {row['steps']:,} steps" if "steps" in row else "")  # older rows lack them
                 cells = (report["script"], row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", how)
                 lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "Measured on two cores each:", ""]
+    for report in speed_reports("ablate"):
+        here = report["machine"]
+        lines.append(f"- {report['script']}: {here['cpu']}, {here['date']}, commit {here['commit']}")
     return "\n".join(lines)
 
 

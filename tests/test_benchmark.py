@@ -390,6 +390,20 @@ def test_a_run_ends_when_it_has_been_measured_for_long_enough(monkeypatch):
     assert rates == [100, 100] and steps == 1300 and not measure.MEASURING.is_set()
 
 
+@pytest.mark.slow
+def test_a_profile_says_where_the_time_of_a_step_goes(capsys):
+    """A million steps would take minutes: the run ends when it has been measured for half a second."""
+    started = time.monotonic()
+    compare.profile("dqn", 1_000_000, 0.5, ["eager"])
+    assert time.monotonic() - started < 60
+    _, title, names, numbers = capsys.readouterr().out.splitlines()
+    assert title == "microseconds per env step" and names.split()[:3] == ["mode", "act", "learn"]
+    mode, *phases_of_a_step, together, simulator = numbers.split()
+    assert mode == "eager" and len(phases_of_a_step) == 4 and float(phases_of_a_step[1]) > 0
+    assert sum(map(float, phases_of_a_step)) == pytest.approx(float(together), abs=0.3)
+    assert 0 < float(simulator) < float(together)
+
+
 def test_the_share_of_the_graphs_counts_calls_of_updates_alone(monkeypatch):
     """One graph of 2 ms called at each of 100 steps that take 8 ms, another that is no update: a quarter."""
 
@@ -456,7 +470,7 @@ def test_the_readme_shows_one_mode_and_not_the_luckiest(monkeypatch):
     ]
     report = {"script": "ppo_atari_envpool", "env_id": "Breakout-v5", "modes": rows}
     monkeypatch.setattr(plot, "speed_reports", lambda folder: [report])
-    assert "| 100 | **150** | 1.5 x | none steps EnvPool | 0 steps |" in plot.best_block()
+    assert "| 100 | **150** | 1.5 x | none measured | 0 steps |" in plot.best_block()
 
 
 def test_the_phases_show_the_median_simulator(monkeypatch, tmp_path):

@@ -1,6 +1,6 @@
 """Command lines of extreme values: each trains past an update or is refused with a sentence.
 
-Ten thousand of them: pytest tests/test_fuzz.py --hypothesis-profile=long
+A thousand of each script: pytest tests/test_fuzz.py --hypothesis-profile=long
 """
 
 import contextlib

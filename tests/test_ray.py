@@ -509,7 +509,7 @@ def start(name: str, **flags) -> subprocess.Popen:
     command = [sys.executable, ROOT / "leanrl" / f"{name}.py", "--no-cuda", *words]
     env = environment()
     del env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], env["RAY_worker_niceness"]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
 
 
 def summary(script: str) -> dict:
@@ -604,8 +604,12 @@ def test_on_ray_itself_a_lag_gives_the_same_bits_and_nothing_is_spilled(monkeypa
 
 
 @pytest.mark.slow
-def test_a_signal_ends_a_run_on_ray_in_order(name="ppo_atari_ray"):
-    """It saves, says how to go on, and leaves no process behind. Nobody else may connect, or goes before a worker."""
+@pytest.mark.parametrize("send, number", [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)], ids=["kill", "Ctrl-C"])
+def test_a_signal_ends_a_run_on_ray_in_order(send, number, name="ppo_atari_ray"):
+    """It saves, says how to go on, and leaves no process behind. Nobody else may connect, or goes before a worker.
+
+    A terminal sends Ctrl-C to Ray's processes, too.
+    """
     process = start(name, env_id="Breakout-v5", num_steps=16, num_workers=2, envs_per_worker=1)
     while len(workers := processes("Players", process.pid)) < 2 or not list(Path("runs").glob("*/events*")):
         assert process.poll() is None, process.stderr.read()
@@ -615,9 +619,9 @@ def test_a_signal_ends_a_run_on_ray_in_order(name="ppo_atari_ray"):
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}  # of IPv4 and 6
     assert listening and listening <= loopback
     assert {os.getpriority(os.PRIO_PROCESS, worker) for worker in workers} == {os.getpriority(os.PRIO_PROCESS, 0)}
-    process.send_signal(signal.SIGTERM)
+    send(process.pid, number)
     errors = process.communicate(timeout=100)[1]
-    assert process.returncode == 128 + signal.SIGTERM and "to go on: python" in errors, errors
+    assert process.returncode == 128 + number and "to go on: python" in errors and "was lost" not in errors, errors
     [run_dir] = Path("runs").iterdir()
     assert {"checkpoint.pt", "policy.pt2", "summary.json"} <= {path.name for path in run_dir.iterdir()}
     deadline = time.monotonic() + 20
