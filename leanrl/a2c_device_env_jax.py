@@ -8,7 +8,7 @@
 
     python leanrl/a2c_device_env_jax.py --env-id CartPole-v1 --num-envs 128
 
-Paper: Mnih et al. 2016, https://arxiv.org/abs/1602.01783, section 4, with all envs in step.
+Paper: Mnih et al. 2016, https://arxiv.org/abs/1602.01783, section 4.
 From the same weights and the same random numbers it computes what a2c_device_env.py does. All iterations between two
 reports are one call of one compiled function. It logs the same, but has no checkpoints and exports no policy.
 PyTorch writes the logs and does nothing else. Shapes are those of a2c_device_env.py.
@@ -46,7 +46,7 @@ class Args:
     cuda: bool = True  # use a GPU if there is one
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
-    env_id: str = "CartPole-v1"  # one of the envs in this file, which the list ENVS names
+    env_id: str = "CartPole-v1"  # an env of this file, by its name in ENVS
     total_timesteps: int = 5_000_000  # env steps, summed over all envs
     learning_rate: float = 5e-3  # learning rate of Adam
     num_envs: int = 128  # number of envs, stepped together; a GPU likes thousands
@@ -156,7 +156,7 @@ class Breakout:
         bricks = jnp.where(breaks[:, None], bricks - met, bricks)
         dy = jnp.where(breaks, -dy, dy)
 
-        # the paddle throws the ball back, to where it came from if it moved in under the ball; else the ball is lost
+        # under the ball's old place the paddle mirrors it, under the new one it sends it back; else the ball is lost
         at_bottom = y == 9
         bricks = jnp.where((at_bottom & (bricks.sum(-1) == 0))[:, None], 1, bricks)
         straight = at_bottom & (old_x == paddle)
@@ -226,7 +226,7 @@ def apply(layers: list[tuple[Array, Array]], x: Array) -> Array:  # (.., in) -> 
 
 
 def categorical_logprob_entropy(action: Array, logits: Array) -> tuple[Array, Array]:
-    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    """Log-probability (..) of actions (..) under logits (.., A), and the entropy (..) in nats."""
     logprobs = jax.nn.log_softmax(logits)  # of all actions
     logprob = jnp.take_along_axis(logprobs, action[..., None], -1).squeeze(-1)
     return logprob, -(jnp.exp(logprobs) * logprobs).sum(-1)
@@ -251,7 +251,7 @@ def gae(reward: Array, value: Array, terminated: Array, done: Array, gamma: floa
 
 
 def rollout(agent: dict, env: type, envs: dict[str, Array], noise: Array, uniform: Array):
-    """Acts for T steps in N envs: returns what they are then, and of all steps the rows, (T, N) of each name.
+    """Acts for T steps in N envs: returns what they are then, and of all steps the rows, (T, N, ..) of each name.
 
     Of logprob, entropy and value, gradients by the agent's parameters can be taken. There is a value more, (T + 1, N):
     of the last observation. noise is (T, N, A), uniform (T, N, num_uniforms).

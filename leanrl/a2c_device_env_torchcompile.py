@@ -8,13 +8,14 @@
 
     python leanrl/a2c_device_env_torchcompile.py --env-id CartPole-v1 --num-envs 128 --compile --cudagraphs
 
-Paper: Mnih et al. 2016, https://arxiv.org/abs/1602.01783, section 4, with all envs in step. REINFORCE (Williams 1992)
-is the same with --num-steps 500 --gae-lambda 1: long rollouts, and the value as its baseline.
+Paper: Mnih et al. 2016, https://arxiv.org/abs/1602.01783, section 4.
+REINFORCE (Williams 1992) is the same with --num-steps 500 --gae-lambda 1: long rollouts, and the value as its baseline.
 Plain twin: a2c_device_env.py. docs/performance.md explains each perf[name].
 Your own env: a class like CartPole below, and its name in ENVS; docs/device.md leads through one.
-Shapes: T = num_steps, N = num_envs; O, A = sizes of an observation and an action.
-Differences from the paper: Adam instead of RMSProp, advantages by GAE, and one learner whose envs step together.
-A truncated episode is bootstrapped, and the step in which an env resets itself counts for nothing.
+Shapes: T = num_steps, N = num_envs; O = size of an observation, A = number of actions.
+Differences from the paper:
+1. Adam instead of RMSProp, advantages by GAE, and one learner whose envs step together.
+2. Values are bootstrapped through a truncation; the step in which an env resets itself is masked out.
 """
 
 import ctypes
@@ -61,7 +62,7 @@ class Args:
     device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
-    env_id: str = "CartPole-v1"  # one of the envs in this file, which the list ENVS names
+    env_id: str = "CartPole-v1"  # an env of this file, by its name in ENVS
     total_timesteps: int = 5_000_000  # env steps, summed over all envs
     learning_rate: float = 5e-3  # learning rate of Adam
     num_envs: int = 128  # number of envs, stepped together; a GPU likes thousands
@@ -179,7 +180,7 @@ class Breakout:
         bricks = torch.where(breaks[:, None], bricks - met, bricks)
         dy = torch.where(breaks, -dy, dy)
 
-        # the paddle throws the ball back, to where it came from if it moved in under the ball; else the ball is lost
+        # under the ball's old place the paddle mirrors it, under the new one it sends it back; else the ball is lost
         at_bottom = y == 9
         bricks = torch.where((at_bottom & (bricks.sum(-1) == 0))[:, None], 1, bricks)
         straight = at_bottom & (old_x == paddle)
@@ -280,7 +281,7 @@ class GreedyDiscreteAgent(nn.Module):
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    """Log-probability (..) of actions (..) under logits (.., A), and the entropy (..) in nats."""
     logprobs = logits.log_softmax(-1)  # of all actions
     logprob = logprobs.gather(-1, action[..., None]).squeeze(-1)
     return logprob, -(logprobs.exp() * logprobs).sum(-1)
@@ -328,10 +329,10 @@ def a2c_loss(logits: Tensor, value: Tensor, last_value: Tensor, rollout: dict[st
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
-    valid = batch["valid"] > 0
-    return_ = batch["return"][valid]
-    error = return_ - batch["value"][valid]
-    return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+    weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
+    error = batch["return"] - batch["value"]
+    variances = [(weight * (x - (weight * x).sum()) ** 2).sum() for x in (error, batch["return"])]
+    return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
 # perf[flat] keep all parameters in one vector, so that clipping, Adam and the checks before a call meet one tensor
@@ -573,7 +574,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     envs = first_envs(env, N, device)
 
     parameters = {"agent": flat}
-    state = {"flat": flat, "adam": adam, "envs": envs}  # perf[graph] no optimizers
+    state = {"flat": flat, "adam": adam, "envs": envs}  # perf[graph] the state of a run is tensors alone
     random = torch.cuda if device.type == "cuda" else torch  # whose generator draws all that follows
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), tree_leaves(saved["state"]), strict=True):  # perf[graph]
@@ -668,7 +669,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 break
 
     policy = GreedyDiscreteAgent(agent)
-    torch.compiler.set_stance("default")  # perf[guards] the export in finish_run() needs them
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, policy, torch.zeros(2, env.obs_dim))
     progress.close()
     if stopped_by:

@@ -12,10 +12,9 @@ Paper: Mnih et al. 2015, https://www.nature.com/articles/nature14236.
 Fast twin: dqn_torchcompile.py. `diff -u` the two files to see what makes it faster.
 To learn the algorithm, read QNetwork, sample() and train(). The rest is plumbing.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = number of actions.
-Differences from CleanRL's script of the same name:
+Differences from CleanRL's dqn.py:
 1. The loop is act, learn, step, store: a GPU learns while the envs step. New rows are drawn a step later.
 2. Each observation is stored once. A step in which an env resets itself is drawn anew, or gets weight 0.
-3. The network is only evaluated when it decides: a random action needs no forward pass.
 """
 
 import copy
@@ -350,13 +349,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     total_steps = math.ceil(args.total_timesteps / N)
     if args.train_frequency % N or args.buffer_size < args.train_frequency:
         fail("--train-frequency must be a multiple of --num-envs, and --buffer-size at least --train-frequency.")
-    if args.total_timesteps <= args.learning_starts:
-        print("warning: nothing is learned: --total-timesteps ends before --learning-starts.", file=sys.stderr)
+    first_update = max(math.ceil(args.learning_starts / args.train_frequency), 1) * args.train_frequency
+    if total_steps * N <= first_update:
+        print("warning: nothing is learned: --total-timesteps ends before the first update.", file=sys.stderr)
     envs = [make_env(args.env_id, gym.spaces.Discrete) for _ in range(N)]
     obs_dim = envs[0].observation_space.shape[0]
     num_actions = int(envs[0].action_space.n)
     first_action = int(envs[0].action_space.start)
-    made_by = [Path(__file__).stem, args.env_id, N, obs_dim, num_actions, args.buffer_size]
+    made_by = [Path(__file__).stem, args.env_id, N, obs_dim, num_actions, args.buffer_size, args.train_frequency]
     saved = load_checkpoint(args, made_by) if args.resume is not None else {}
     first_step = saved.get("step", 0)
     if first_step >= total_steps:
@@ -477,11 +477,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept |= {name: learner.state_dict() for name, learner in learners.items()}
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(step + 1)
-            first_drawn = step + 1
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(step + 1)
+            first_drawn = step + 1
 
     policy = GreedyQNetwork(q_network, first_action)
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, policy, torch.zeros(2, obs_dim))

@@ -54,13 +54,13 @@ class Args:
     device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
-    env_id: str = "popgym:popgym-PositionOnlyCartPoleEasy-v0"  # any Gymnasium id with discrete actions
+    env_id: str = "popgym:popgym-PositionOnlyCartPoleEasy-v0"  # any Gymnasium id with vectors and discrete actions
     total_timesteps: int = 300_000  # env steps, summed over all envs
     learning_rate: float = 1e-3  # learning rate of Adam
     num_envs: int = 8  # number of envs, stepped one after the other; must divide --train-frequency
     buffer_size: int = 100_000  # capacity of the replay ring, in transitions
     hidden_size: int = 64  # width of each layer, and number of complex numbers that are remembered
-    state_interval: int = 20  # steps between two stored memories; slices start at them
+    state_interval: int = 20  # steps of each env between two stored memories; slices start at them
     burn_in: int = 20  # rows of a slice that only bring its memory up to date
     seq_length: int = 40  # rows of a slice that are learned from, through which gradients flow
     gamma: float = 0.99  # discount factor
@@ -381,8 +381,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     check_numbers(args)
     N = args.num_envs
     total_steps = math.ceil(args.total_timesteps / N)
-    if args.train_frequency % N or args.buffer_size < args.train_frequency:
-        fail("--train-frequency must be a multiple of --num-envs, and --buffer-size at least --train-frequency.")
+    if args.train_frequency % N:
+        fail("--train-frequency must be a multiple of --num-envs.")
     least = N * (args.burn_in + args.seq_length + args.state_interval)
     if args.seq_length < 2 or args.buffer_size < least:
         fail(f"--seq-length must be at least 2, and --buffer-size at least {least}.")
@@ -497,7 +497,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
         # step and store
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
-        row_action[:] = np.eye(num_actions)[action - first_action] * valid[:, None]  # none precedes an episode
+        row_action[:] = np.eye(num_actions)[action - first_action] * valid[:, None]  # no action precedes an episode
         global_step += N
         for episode in step_envs(envs, global_step, action, obs, reward, terminated, truncated):
             writer.add_scalar("charts/episodic_return", episode["r"], global_step)
@@ -520,10 +520,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept |= {name: learner.state_dict() for name, learner in learners.items()}
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(step + 1)
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(step + 1)
 
     policy = GreedyRecurrentQNetwork(q_network, first_action)
     example = torch.zeros(2, obs_dim), torch.zeros(2, 2 * args.hidden_size + num_actions)

@@ -4,11 +4,11 @@
 #     "envpool==1.2.5", "popgym==1.0.7", "minatar==1.0.15", "numpy==2.4.6", "tyro==1.0.17",
 # ]
 # ///
-"""Plays the policy that a training script has left, prints the returns, and films it.
+"""Plays the policy that a training script has left, prints the returns and, with --video, films it.
 
     python leanrl/play.py runs/.../policy.pt2 --episodes 10 --video
 
-It plays whole games, with unclipped rewards, without exploration, in envs that training has never seen.
+It plays whole games, with unclipped rewards, without exploration, from seeds that training does not use.
 The last line of its output is JSON: the returns, their mean and their standard deviation.
 """
 
@@ -31,7 +31,7 @@ import torch
 import tyro
 
 LARGEST = 2**30  # bytes of a policy.pt2
-PLAY = 0x504C4159  # a number of its own in the seeds: no run has this --seed by chance
+PLAY = 0x504C4159  # stands first in the seeds of play.py; no training run has this --seed by chance
 # A policy.pt2 is a ZIP file with text that torch.export.load() runs as Python. These parts and texts alone are safe:
 SAFE_PARTS = r"archive_(format|version)|byteorder|\.data/(version|serialization_id)|extra/card\.json|models/model\.json"
 SAFE_PARTS += r"|data/(sample_inputs/model\.pt|weights/(weight_\d+|\w+_config\.json)|constants/\w+_config\.json)"

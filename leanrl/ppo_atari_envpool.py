@@ -13,7 +13,7 @@ Fast twin: ppo_atari_envpool_torchcompile.py. `diff -u` the two files to see wha
 To learn the algorithm, read AtariAgent, gae(), ppo_loss() and train(). The rest is plumbing.
 Shapes: T = num_steps, N = num_envs, B = T * N, A = number of actions.
 A rollout has the shape (T, N, ...); flattened to (B, ...) it is the batch.
-Differences from CleanRL's script of the same name:
+Differences from CleanRL's ppo_atari_envpool.py:
 1. Values are bootstrapped through a truncation; a termination (or a lost life) ends the return.
 2. The step after an episode's end, whose action EnvPool ignores, is masked out of losses and statistics.
 3. A game that ends by its time limit counts among the returns, and its score ends there.
@@ -171,7 +171,7 @@ class GreedyAgent(nn.Module):
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    """Log-probability (..) of actions (..) under logits (.., A), and the entropy (..) in nats."""
     logprobs = logits.log_softmax(-1)  # of all actions
     logprob = logprobs.gather(-1, action[..., None]).squeeze(-1)
     return logprob, -(logprobs.exp() * logprobs).sum(-1)
@@ -194,7 +194,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
+    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -224,10 +224,10 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
-    valid = batch["valid"] > 0
-    return_ = batch["return"][valid]
-    error = return_ - batch["value"][valid]
-    return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+    weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
+    error = batch["return"] - batch["value"]
+    variances = [(weight * (x - (weight * x).sum()) ** 2).sum() for x in (error, batch["return"])]
+    return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
 def keep_freed_memory():
@@ -427,7 +427,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         logprob, _ = categorical_logprob_entropy(action, logits)
         return action, logprob, value
 
-    def loss_of(minibatch: dict) -> tuple[Tensor, dict]:
+    def loss_of(minibatch: dict) -> tuple[Tensor, Tensor]:
         logits, value = agent(minibatch["obs"])
         logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
         entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
@@ -451,9 +451,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     saved_at = global_step
     path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
     for iteration in range(first_iteration, num_iterations):
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
-        optimizer.param_groups[0]["lr"] = learning_rate
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel noise
         for t in range(T):
             # act
@@ -479,6 +476,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value}
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
         batch = {name: x[:T].flatten(0, 1) for name, x in rollout.items()}
+        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
+        learning_rate = args.learning_rate * remaining
+        optimizer.param_groups[0]["lr"] = learning_rate
         for _ in range(args.update_epochs):
             for idx in torch.randperm(batch_size, device=device).split(minibatch_size):
                 losses = dict(zip(PPO_LOSSES, update(idx)))
@@ -494,14 +494,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # save
         if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
-            kept |= {"last_returns": list(last_returns)}
+            kept["last_returns"] = list(last_returns)
             kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(iteration + 1)
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(iteration + 1)
 
     frames = torch.zeros(2, *obs.shape[1:], dtype=torch.uint8)
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, GreedyAgent(agent), frames)

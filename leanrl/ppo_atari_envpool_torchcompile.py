@@ -14,7 +14,7 @@ Plain twin: ppo_atari_envpool.py. docs/performance.md explains each perf[name].
 To learn the algorithm, read AtariAgent, gae(), ppo_loss() and train(). The rest is plumbing.
 Shapes: T = num_steps, N = num_envs, B = T * N, A = number of actions.
 A rollout has the shape (T, N, ...); flattened to (B, ...) it is the batch.
-Differences from CleanRL's script of the same name:
+Differences from CleanRL's ppo_atari_envpool.py:
 1. Values are bootstrapped through a truncation; a termination (or a lost life) ends the return.
 2. The step after an episode's end, whose action EnvPool ignores, is masked out of losses and statistics.
 3. A game that ends by its time limit counts among the returns, and its score ends there.
@@ -183,7 +183,7 @@ class GreedyAgent(nn.Module):
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    """Log-probability (..) of actions (..) under logits (.., A), and the entropy (..) in nats."""
     logprobs = logits.log_softmax(-1)  # of all actions
     logprob = logprobs.gather(-1, action[..., None]).squeeze(-1)
     return logprob, -(logprobs.exp() * logprobs).sum(-1)
@@ -206,7 +206,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
+    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -236,10 +236,10 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
-    valid = batch["valid"] > 0
-    return_ = batch["return"][valid]
-    error = return_ - batch["value"][valid]
-    return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+    weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
+    error = batch["return"] - batch["value"]
+    variances = [(weight * (x - (weight * x).sum()) ** 2).sum() for x in (error, batch["return"])]
+    return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
 def keep_freed_memory():
@@ -452,9 +452,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if has_avx512 and not on_gpu and not args.bf16:
         convolve_last_layer(agent.trunk)
     agent.to(device, memory_format=torch.channels_last)  # faster convolutions
-    params = dict(agent.named_parameters())
-    acting_params = {name: p.bfloat16() if args.bf16 else p for name, p in params.items()}  # perf[bf16]
-    adam = adam_state(params.values())
+    parameters = dict(agent.named_parameters())
+    acting_params = {name: p.bfloat16() if args.bf16 else p for name, p in parameters.items()}  # perf[bf16]
+    adam = adam_state(parameters.values())
     lr = torch.zeros((), device=device)  # perf[tensor] a number would keep the value it was compiled with
     batch = {}
     noise = torch.zeros(T + 1, N, num_actions, device=device)
@@ -480,8 +480,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             pools[g] = make_envs(args.env_id, seeds[rows])
             obs.numpy()[rows], _ = pools[g].reset()
 
-    parameters = params
-    state = {"params": params, "adam": adam}  # perf[graph] no optimizers
+    state = {"parameters": parameters, "adam": adam}  # perf[graph] the state of a run is tensors alone
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), tree_leaves(saved["state"]), strict=True):  # perf[graph]
             tensor.copy_(saved_tensor.reshape(tensor.shape))
@@ -509,7 +508,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         env_action[groups[g]].copy_(action_buffer[now][0], non_blocking=True)
         clock[g] += 1
 
-    def loss_of(params: dict, minibatch: dict) -> tuple[Tensor, dict]:
+    def loss_of(params: dict, minibatch: dict) -> tuple[Tensor, Tensor]:
         logits, value = evaluate(params, minibatch["obs"])
         logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
         entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
@@ -518,10 +517,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     def update(idx: Tensor) -> Tensor:
         """A gradient step on the rows idx of the batch; returns what to log."""
         minibatch = {name: x[idx] for name, x in batch.items()}
-        grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(params, minibatch)  # perf[graph]
+        grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(parameters, minibatch)  # perf[graph]
         norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
         scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        adam_(params.values(), [grad * scale for grad in grads.values()], *adam, lr, eps=1e-5)
+        adam_(parameters.values(), [grad * scale for grad in grads.values()], *adam, lr, eps=1e-5)
         return losses
 
     def update_epoch(permutation: Tensor) -> Tensor:  # perf[capture] all updates of an epoch in one graph
@@ -547,12 +546,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     saved_at = global_step
     path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
     for iteration in range(first_iteration, num_iterations):
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
-        lr.fill_(learning_rate)  # perf[tensor]
         noise[:T] = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel noise
         clock.zero_()  # perf[tensor]
-        for name, p in params.items():  # perf[bf16] convert the weights once per rollout
+        for name, p in parameters.items():  # perf[bf16] convert the weights once per rollout
             acting_params[name].copy_(p)
         for k in range(1 - G, T * G):  # perf[groups] every turn, one group acts and another is received from
             # act
@@ -579,13 +575,16 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
         # learn
         reward_buffer, terminated_buffer, done_buffer, valid_buffer = torch.as_tensor(env_buffer, device=device)
-        for act in acts:  # perf[capture] acts at time T, too, for the value of the last observation
-            act()
+        for act_of_group in acts:  # perf[capture] acts at time T, too, for the value of the last observation
+            act_of_group()
         advantage = gae(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
         rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value}
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
         for name, x in rollout.items():  # perf[capture] a graph reads fixed addresses: those of the first rollout
             batch.setdefault(name, x[:T].flatten(0, 1)).copy_(x[:T].flatten(0, 1))
+        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
+        learning_rate = args.learning_rate * remaining
+        lr.fill_(learning_rate)  # perf[tensor]
         for _ in range(args.update_epochs):
             losses = dict(zip(PPO_LOSSES, update_epoch(torch.randperm(batch_size, device=device))))
             if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
@@ -602,17 +601,16 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # save
         if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
-            kept |= {"last_returns": list(last_returns)}
+            kept["last_returns"] = list(last_returns)
             kept["state"] = state  # perf[graph]
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(iteration + 1)
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(iteration + 1)
 
     frames = torch.zeros(2, *obs.shape[1:], dtype=torch.uint8)
-    torch.compiler.set_stance("default")  # perf[guards] the export in finish_run() needs them
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, GreedyAgent(agent), frames)
     for resource in (progress, *pools):  # perf[groups]
         resource.close()

@@ -11,7 +11,7 @@
 
 Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
 Each rank (process) has its own envs and, if there are any, its own GPU. Gradients are averaged over the ranks,
-so all ranks hold equal parameters. See docs/multigpu.md for several nodes, docs/performance.md for perf[name].
+so all ranks hold equal parameters. See docs/multigpu.md, also for several nodes.
 To learn the algorithm, read AtariAgent, gae(), ppo_loss() and train(). The rest is plumbing.
 Shapes: T = num_steps, N = local_num_envs, B = T * N of a rank, A = number of actions.
 A rollout has the shape (T, N, ...); flattened to (B, ...) it is the batch.
@@ -21,6 +21,7 @@ Differences from CleanRL: those of ppo_atari_envpool.py; means are over the mini
 import atexit
 import difflib
 import json
+import logging
 import math
 import os
 import re
@@ -179,7 +180,7 @@ class GreedyAgent(nn.Module):
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    """Log-probability (..) of actions (..) under logits (.., A), and the entropy (..) in nats."""
     logprobs = logits.log_softmax(-1)  # of all actions
     logprob = logprobs.gather(-1, action[..., None]).squeeze(-1)
     return logprob, -(logprobs.exp() * logprobs).sum(-1)
@@ -202,7 +203,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
+    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -232,10 +233,10 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
-    valid = batch["valid"] > 0
-    return_ = batch["return"][valid]
-    error = return_ - batch["value"][valid]
-    return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+    weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
+    error = batch["return"] - batch["value"]
+    variances = [(weight * (x - (weight * x).sum()) ** 2).sum() for x in (error, batch["return"])]
+    return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
 def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter | SimpleNamespace]:
@@ -432,7 +433,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     scores = np.zeros(N)
     torch.manual_seed(args.seed)  # every rank starts with the same parameters
     agent = AtariAgent(num_actions).to(device, memory_format=torch.channels_last)
-    torch.manual_seed(10_000 * args.seed + rank)  # but draws its own noise and minibatches
+    torch.manual_seed((10_000 * args.seed + rank) % 2**63)  # but draws its own noise and minibatches
     capture = args.cudagraphs and device.type == "cuda"
     if args.cudagraphs and not capture and rank == 0:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
@@ -452,7 +453,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     clear_gradients = bucket.zero_ if one_bucket else optimizer.zero_grad
 
     def start_anew(iteration: int):
-        """Makes the envs anew; from here on, random streams follow from seed, iteration and rank."""
+        """Makes the envs anew and seeds anew by seed, iteration and rank, so that a resumed run goes on alike."""
         nonlocal envs
         seeds = (np.random.SeedSequence([args.seed, iteration, rank]).generate_state(N + 1) // 2).tolist()
         torch.manual_seed(seeds[N])
@@ -505,6 +506,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         optimizer.step()
 
     if capture:
+        logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         policy = CudaGraphModule(policy, warmup=3)
         gradient = CudaGraphModule(gradient, warmup=3)
         step = CudaGraphModule(step, warmup=3)
@@ -512,7 +514,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     def update(idx: Tensor, moments: Tensor) -> Tensor:
         """A gradient step of all ranks, on the rows idx of the batch of this one; returns what to log."""
         clear_gradients()
-        losses = gradient(idx, moments)  # DDP averages while it goes back
+        losses = gradient(idx, moments)  # under DDP, its backward pass averages over the ranks
         if one_bucket:
             dist.all_reduce(bucket.div_(world_size))
         step()
@@ -584,14 +586,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # save
         if stopped or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
-            kept |= {"last_returns": list(last_returns)}
+            kept["last_returns"] = list(last_returns)
             kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             if rank == 0:
                 save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(iteration + 1)
             if stopped:
                 break
+            start_anew(iteration + 1)
 
     if rank == 0:
         network = AtariAgent(num_actions)  # not compiled
@@ -602,6 +604,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     envs.close()
     model = policy = gradient = step = None  # graphs and DDP end before the group, or Gloo's threads would live on
     dist.destroy_process_group()
+    if stopped and signals:
+        print("to go on: start it again with --resume auto", file=sys.stderr)
+        sys.exit(128 + signals[0])
     return metrics
 
 
@@ -616,12 +621,12 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, remember)
     try:
         train(tyro.cli(Args), signals)
-    except (Exception, KeyboardInterrupt) as error:
+    except Exception as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             print(f"\nerror: rank {os.environ['RANK']} lost the others:", *str(error).split(), file=sys.stderr)
+        elif isinstance(error, torch.OutOfMemoryError):
+            advice = "lower --local-num-envs or --num-steps"
+            print(f"\nerror: too little memory on the GPU; {advice}. {error!s:.300}", file=sys.stderr)
         else:
             sys.excepthook(*sys.exc_info())
         os._exit(1)  # at once: an orderly end would wait for threads that wait for the others
-    if signals:
-        print("to go on: start it again with --resume auto", file=sys.stderr)
-        sys.exit(128 + signals[0])

@@ -13,9 +13,9 @@ https://arxiv.org/abs/1802.01561 (V-trace). Fast twin: ppo_atari_ray_torchcompil
 To learn the algorithm, read vtrace(), ppo_loss() and train(); how the work is spread: Players and collect().
 Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N, A = number of actions.
 Differences from IMPALA:
-1. The policy is trusted around that of the batch's start, not around the one that played, which V-trace corrects for.
+1. The ratio that PPO clips is to the policy at the start of the batch; V-trace corrects for the one that played.
 2. With --lag 1, all rollouts but the first come from the policy of one update before: every run gives the same bits.
-3. --update-epochs 1 --num-minibatches 1 --no-norm-adv makes it IMPALA.
+3. --update-epochs 1 --num-minibatches 1 --no-norm-adv makes the loss IMPALA's, --first-come the order of rollouts.
 """
 
 import ctypes
@@ -48,8 +48,8 @@ from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
 WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
-START_SECONDS = 5  # that a worker takes to start; all of them may share a core
-MOST_LOSSES = 10  # so often may each worker be lost in one rollout, on average, before the run gives up
+START_SECONDS = 5  # that a worker may take to start, times their number if they share a core
+MOST_LOSSES = 10  # losses per worker, on average, that a run survives in one rollout
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Args:
     worker_timeout: float = 300.0  # a worker that takes more seconds than this for a rollout is started again
     lag: int = 1  # updates between the policy that plays and the one that learns; 0: the workers wait
     first_come: bool = False  # learn from whichever rollouts are ready, in no fixed order, as IMPALA does
-    max_lag: int = 8  # drop rollouts of a policy that is more updates old than this, with --first-come
+    max_lag: int = 8  # drop a rollout whose policy is more updates old than this, with --first-come
     rho_clip: float = 1.0  # V-trace: largest weight of a temporal difference
     c_clip: float = 1.0  # V-trace: largest weight of what follows it
 
@@ -185,7 +185,7 @@ class GreedyAgent(nn.Module):
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    """Log-probability (..) of actions (..) under logits (.., A), and the entropy (..) in nats."""
     logprobs = logits.log_softmax(-1)  # of all actions
     logprob = logprobs.gather(-1, action[..., None]).squeeze(-1)
     return logprob, -(logprobs.exp() * logprobs).sum(-1)
@@ -194,7 +194,7 @@ def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor,
 def vtrace(ratio: Tensor, reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, args: Args):
     """V-trace (Espeholt et al. 2018, eq. 1): targets of the value and advantages; all are (T, N), value is (T + 1, N).
 
-    The ratio is that of the learner's policy to the one that played. Where it is 1, the advantage is that of gae().
+    The ratio is that of the learner's policy to the one that played. Where it is 1, the advantage is that of GAE.
     """
     rho = ratio.clamp(max=args.rho_clip)
     c = args.gae_lambda * ratio.clamp(max=args.c_clip)
@@ -212,7 +212,7 @@ def vtrace(ratio: Tensor, reward: Tensor, value: Tensor, terminated: Tensor, don
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
+    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -242,10 +242,10 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
-    valid = batch["valid"] > 0
-    return_ = batch["return"][valid]
-    error = return_ - batch["value"][valid]
-    return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+    weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
+    error = batch["return"] - batch["value"]
+    variances = [(weight * (x - (weight * x).sum()) ** 2).sum() for x in (error, batch["return"])]
+    return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
 class Call(NamedTuple):
@@ -254,11 +254,11 @@ class Call(NamedTuple):
     worker: int
     result: object  # of Ray: a reference
     version: int  # of the policy
-    since: float  # seconds
+    since: float  # time.monotonic() of the call
 
 
 class Players:
-    """E envs and a policy. As an actor of Ray, they live in a process of their own, on any machine of the cluster."""
+    """The E envs of a worker: as an actor of Ray a process of its own, on any machine of the cluster."""
 
     def __init__(self, env_id: str, num_envs: int, num_threads: int):
         torch.set_num_threads(num_threads)  # the other cores are for other workers
@@ -284,6 +284,8 @@ class Players:
     @torch.no_grad()
     def rollout(self, agent: AtariAgent, noise: np.ndarray) -> dict:
         """T steps of all envs, with Gumbel noise (T, E, A)."""
+        if self.envs is None:  # Ray has started this process anew, and nobody was told
+            return RuntimeError("it was started again")
         T, E, _ = noise.shape
         noise = torch.tensor(noise)
         obs = np.zeros((T + 1, *self.obs.shape), np.uint8)
@@ -311,7 +313,7 @@ class Players:
 
 def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) -> tuple:
     """Starts Ray on this machine, or joins a cluster, and makes the workers if they fit; returns Ray and them."""
-    if args.ray_address is None:  # Ray reads both when it is imported
+    if args.ray_address is None:  # Ray reads the first when it is imported, its workers the second when they start
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to its makers
@@ -327,7 +329,7 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
                     address = ray._private.services.get_ray_address_from_environment("auto", None)
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=10).close()
-            if args.ray_address is None:
+            else:
                 settings |= {"num_cpus": max(args.num_workers, os.cpu_count())}
                 settings |= {"object_store_memory": bytes_needed + 100 * 2**20}
             ray.init(args.ray_address or "local", **settings)
@@ -359,10 +361,10 @@ def collect(workers: list, refs: list, timeout: float) -> list:
     for worker, ref in zip(workers, refs):
         try:
             if ref in late:  # it hangs, or its machine is gone, and the result with it
-                raise TimeoutError(f"no answer in {timeout:.0f} seconds; see --worker-timeout")
+                raise TimeoutError("no answer in time; see --worker-timeout")
             results.append(ray.get(ref, timeout=60))  # it is on this machine by now
         except ray.exceptions.RayTaskError as error:  # an env has raised it, and would do so again
-            error.add_note(f"error: that is an env of worker {workers.index(worker)}.")
+            error.add_note(f"error: worker {workers.index(worker)} counts env and step, within its group of envs.")
             raise
         except (TimeoutError, ray.exceptions.RayError) as error:
             if isinstance(error, TimeoutError):
@@ -559,8 +561,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                     sys.exit(f"error: worker {w} does not start: {' '.join(str(error).split())[-300:]}")
                 if hangs and not isinstance(error, TimeoutError):  # it hung while it started, and Ray waits for it
                     ray.kill(workers[w], no_restart=False)
-            kill_at += patience * hangs
-            time.sleep(0.1 * bool(left))
+            if hangs:
+                kill_at += patience
+            if left:
+                time.sleep(0.1)
 
     def ask(numbers: list[int]) -> list[Call]:
         """Asks each of these workers for a rollout with the newest policy."""
@@ -592,7 +596,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 message = f"warning: worker {call.worker} was lost: {' '.join(str(rollout).split())[:300]}"
                 progress.write(message, sys.stderr)
                 if lost > lost_before + MOST_LOSSES * W:
-                    sys.exit(f"error: workers were lost {lost - lost_before} times in one rollout.")
+                    lost_now = lost - lost_before
+                    sys.exit(f"error: workers were lost {lost_now} times in one rollout. Earlier checkpoints are kept.")
                 seeds = np.random.SeedSequence([args.seed, global_step, lost]).generate_state(N) // 2
                 reset([call.worker], seeds.tolist())
                 # ask again, also for what the worker was to do afterwards, in the same places
@@ -610,7 +615,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return ray.put(deepcopy(agent).cpu())
 
     def start_anew(iteration: int):
-        """Drops what workers are doing, and seeds and makes the envs anew by seed and iteration."""
+        """Drops the rollouts in flight, and makes the envs anew with seeds that follow from seed and iteration."""
         seeds = (np.random.SeedSequence([args.seed, iteration]).generate_state(N + 1) // 2).tolist()
         torch.manual_seed(seeds[N])
         reset(list(range(W)), seeds)
@@ -638,7 +643,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         logprob, _ = categorical_logprob_entropy(action, logits[:T])
         return logprob, value
 
-    def loss_of(minibatch: dict) -> tuple[Tensor, dict]:
+    def loss_of(minibatch: dict) -> tuple[Tensor, Tensor]:
         logits, value = agent(minibatch["obs"])
         logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
         entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
@@ -670,7 +675,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         seconds_waited = time.perf_counter() - began
         calls = [call for call, _ in received]
         rollouts = [rollout for _, rollout in received]
-        for t, episodic_return, length in sorted(sum((r["games"] for r in rollouts), []), key=lambda game: game[0]):
+        games = sum((rollout["games"] for rollout in rollouts), [])
+        for t, episodic_return, length in sorted(games, key=lambda game: game[0]):
             writer.add_scalar("charts/episodic_return", episodic_return, global_step + (t + 1) * N)
             writer.add_scalar("charts/episodic_length", length, global_step + (t + 1) * N)
             last_returns.append(episodic_return)
@@ -720,7 +726,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # save
         if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
-            kept |= {"last_returns": list(last_returns)}
+            kept["last_returns"] = list(last_returns)
             kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step

@@ -14,9 +14,9 @@ https://arxiv.org/abs/1802.01561 (V-trace). Plain twin: ppo_atari_ray.py. docs/p
 To learn the algorithm, read vtrace_scan(), ppo_loss() and train(); how the work is spread: FramePlayers and collect().
 Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N, A = number of actions.
 Differences from IMPALA:
-1. The policy is trusted around that of the batch's start, not around the one that played, which V-trace corrects for.
+1. The ratio that PPO clips is to the policy at the start of the batch; V-trace corrects for the one that played.
 2. With --lag 1, all rollouts but the first come from the policy of one update before: every run gives the same bits.
-3. --update-epochs 1 --num-minibatches 1 --no-norm-adv makes it IMPALA.
+3. --update-epochs 1 --num-minibatches 1 --no-norm-adv makes the loss IMPALA's, --first-come the order of rollouts.
 """
 
 import ctypes
@@ -52,8 +52,8 @@ from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
 WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
-START_SECONDS = 5  # that a worker takes to start; all of them may share a core
-MOST_LOSSES = 10  # so often may each worker be lost in one rollout, on average, before the run gives up
+START_SECONDS = 5  # that a worker may take to start, times their number if they share a core
+MOST_LOSSES = 10  # losses per worker, on average, that a run survives in one rollout
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Args:
     worker_timeout: float = 300.0  # a worker that takes more seconds than this for a rollout is started again
     lag: int = 1  # updates between the policy that plays and the one that learns; 0: the workers wait
     first_come: bool = False  # learn from whichever rollouts are ready, in no fixed order, as IMPALA does
-    max_lag: int = 8  # drop rollouts of a policy that is more updates old than this, with --first-come
+    max_lag: int = 8  # drop a rollout whose policy is more updates old than this, with --first-come
     rho_clip: float = 1.0  # V-trace: largest weight of a temporal difference
     c_clip: float = 1.0  # V-trace: largest weight of what follows it
 
@@ -193,7 +193,7 @@ class GreedyAgent(nn.Module):
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    """Log-probability (..) of actions (..) under logits (.., A), and the entropy (..) in nats."""
     logprobs = logits.log_softmax(-1)  # of all actions
     logprob = logprobs.gather(-1, action[..., None]).squeeze(-1)
     return logprob, -(logprobs.exp() * logprobs).sum(-1)
@@ -203,7 +203,7 @@ def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor,
 def vtrace_scan(ratio: Tensor, reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, args: Args):
     """V-trace (Espeholt et al. 2018, eq. 1): targets of the value and advantages; all are (T, N), value is (T + 1, N).
 
-    The ratio is that of the learner's policy to the one that played. Where it is 1, the advantage is that of gae().
+    The ratio is that of the learner's policy to the one that played. Where it is 1, the advantage is that of GAE.
     """
     rho = ratio.clamp(max=args.rho_clip)
     c = args.gae_lambda * ratio.clamp(max=args.c_clip)
@@ -223,7 +223,7 @@ def vtrace_scan(ratio: Tensor, reward: Tensor, value: Tensor, terminated: Tensor
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
+    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -253,10 +253,10 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
-    valid = batch["valid"] > 0
-    return_ = batch["return"][valid]
-    error = return_ - batch["value"][valid]
-    return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+    weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
+    error = batch["return"] - batch["value"]
+    variances = [(weight * (x - (weight * x).sum()) ** 2).sum() for x in (error, batch["return"])]
+    return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
 class Call(NamedTuple):
@@ -265,11 +265,11 @@ class Call(NamedTuple):
     worker: int
     result: object  # of Ray: a reference
     version: int  # of the policy
-    since: float  # seconds
+    since: float  # time.monotonic() of the call
 
 
 class FramePlayers:  # perf[frames] perf[vector]
-    """E envs and a policy. As an actor of Ray, they live in a process of their own, on any machine of the cluster."""
+    """The E envs of a worker: as an actor of Ray a process of its own, on any machine of the cluster."""
 
     def __init__(self, env_id: str, num_envs: int, num_threads: int):
         torch.set_num_threads(num_threads)  # the other cores are for other workers
@@ -296,6 +296,8 @@ class FramePlayers:  # perf[frames] perf[vector]
     @torch.no_grad()
     def rollout(self, vector: np.ndarray, noise: np.ndarray) -> dict:
         """T steps of all envs, with Gumbel noise (T, E, A)."""
+        if self.envs is None:  # Ray has started this process anew, and nobody was told
+            return RuntimeError("it was started again")
         T, E, num_actions = noise.shape
         noise = torch.tensor(noise)
         if self.agent is None:  # perf[vector] the parameters come as one vector
@@ -379,7 +381,7 @@ def convolve_last_layer(trunk: nn.Sequential):  # perf[conv]
 
 def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) -> tuple:
     """Starts Ray on this machine, or joins a cluster, and makes the workers if they fit; returns Ray and them."""
-    if args.ray_address is None:  # Ray reads both when it is imported
+    if args.ray_address is None:  # Ray reads the first when it is imported, its workers the second when they start
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to its makers
@@ -395,7 +397,7 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
                     address = ray._private.services.get_ray_address_from_environment("auto", None)
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=10).close()
-            if args.ray_address is None:
+            else:
                 settings |= {"num_cpus": max(args.num_workers, os.cpu_count())}
                 settings |= {"object_store_memory": bytes_needed + 100 * 2**20}
             ray.init(args.ray_address or "local", **settings)
@@ -427,10 +429,10 @@ def collect(workers: list, refs: list, timeout: float) -> list:
     for worker, ref in zip(workers, refs):
         try:
             if ref in late:  # it hangs, or its machine is gone, and the result with it
-                raise TimeoutError(f"no answer in {timeout:.0f} seconds; see --worker-timeout")
+                raise TimeoutError("no answer in time; see --worker-timeout")
             results.append(ray.get(ref, timeout=60))  # it is on this machine by now
         except ray.exceptions.RayTaskError as error:  # an env has raised it, and would do so again
-            error.add_note(f"error: that is an env of worker {workers.index(worker)}.")
+            error.add_note(f"error: worker {workers.index(worker)} counts env and step, within its group of envs.")
             raise
         except (TimeoutError, ray.exceptions.RayError) as error:
             if isinstance(error, TimeoutError):
@@ -617,8 +619,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if has_avx512 and not on_gpu:
         convolve_last_layer(agent.trunk)
     agent.to(device, memory_format=torch.channels_last)  # faster convolutions
-    params = dict(agent.named_parameters())
-    adam = adam_state(params.values())
+    parameters = dict(agent.named_parameters())
+    adam = adam_state(parameters.values())
     lr = torch.zeros((), device=device)  # perf[tensor] a number would keep the value it was compiled with
     batch = {}
     # perf[channels] the bytes of a pixel lie together, as the convolutions read them
@@ -642,8 +644,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                     sys.exit(f"error: worker {w} does not start: {' '.join(str(error).split())[-300:]}")
                 if hangs and not isinstance(error, TimeoutError):  # it hung while it started, and Ray waits for it
                     ray.kill(workers[w], no_restart=False)
-            kill_at += patience * hangs
-            time.sleep(0.1 * bool(left))
+            if hangs:
+                kill_at += patience
+            if left:
+                time.sleep(0.1)
 
     def ask(numbers: list[int]) -> list[Call]:
         """Asks each of these workers for a rollout with the newest policy."""
@@ -675,7 +679,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 message = f"warning: worker {call.worker} was lost: {' '.join(str(rollout).split())[:300]}"
                 progress.write(message, sys.stderr)
                 if lost > lost_before + MOST_LOSSES * W:
-                    sys.exit(f"error: workers were lost {lost - lost_before} times in one rollout.")
+                    lost_now = lost - lost_before
+                    sys.exit(f"error: workers were lost {lost_now} times in one rollout. Earlier checkpoints are kept.")
                 seeds = np.random.SeedSequence([args.seed, global_step, lost]).generate_state(N) // 2
                 reset([call.worker], seeds.tolist())
                 # ask again, also for what the worker was to do afterwards, in the same places
@@ -690,17 +695,16 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     def publish():
         """Hands the policy to Ray, which sends it once to every machine."""
-        return ray.put(torch.cat([p.reshape(-1) for p in params.values()]).cpu().numpy())  # perf[vector]
+        return ray.put(torch.cat([p.reshape(-1) for p in parameters.values()]).cpu().numpy())  # perf[vector]
 
     def start_anew(iteration: int):
-        """Drops what workers are doing, and seeds and makes the envs anew by seed and iteration."""
+        """Drops the rollouts in flight, and makes the envs anew with seeds that follow from seed and iteration."""
         seeds = (np.random.SeedSequence([args.seed, iteration]).generate_state(N + 1) // 2).tolist()
         torch.manual_seed(seeds[N])
         reset(list(range(W)), seeds)
         pending[:] = [call for _ in range(args.lag + 1) for call in ask(list(range(W)))]
 
-    parameters = params
-    state = {"params": params, "adam": adam}  # perf[graph] no optimizers
+    state = {"parameters": parameters, "adam": adam}  # perf[graph] the state of a run is tensors alone
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), tree_leaves(saved["state"]), strict=True):  # perf[graph]
             tensor.copy_(saved_tensor.reshape(tensor.shape))
@@ -722,7 +726,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         logprob, _ = categorical_logprob_entropy(action, logits[:T])
         return logprob, value
 
-    def loss_of(params: dict, minibatch: dict) -> tuple[Tensor, dict]:
+    def loss_of(params: dict, minibatch: dict) -> tuple[Tensor, Tensor]:
         logits, value = functional_call(agent, params, minibatch["obs"])  # perf[graph]
         logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
         entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
@@ -731,10 +735,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     def update(idx: Tensor) -> Tensor:
         """A gradient step on the rows idx of the batch; returns what to log."""
         minibatch = {name: x[idx] for name, x in batch.items()}
-        grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(params, minibatch)  # perf[graph]
+        grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(parameters, minibatch)  # perf[graph]
         norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
         scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        adam_(params.values(), [grad * scale for grad in grads.values()], *adam, lr, eps=1e-5)
+        adam_(parameters.values(), [grad * scale for grad in grads.values()], *adam, lr, eps=1e-5)
         return losses
 
     def update_epoch(permutation: Tensor) -> Tensor:  # perf[capture] all updates of an epoch in one graph
@@ -764,7 +768,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         seconds_waited = time.perf_counter() - began
         calls = [call for call, _ in received]
         rollouts = [rollout for _, rollout in received]
-        for t, episodic_return, length in sorted(sum((r["games"] for r in rollouts), []), key=lambda game: game[0]):
+        games = sum((rollout["games"] for rollout in rollouts), [])
+        for t, episodic_return, length in sorted(games, key=lambda game: game[0]):
             writer.add_scalar("charts/episodic_return", episodic_return, global_step + (t + 1) * N)
             writer.add_scalar("charts/episodic_length", length, global_step + (t + 1) * N)
             last_returns.append(episodic_return)
@@ -819,7 +824,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # save
         if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
-            kept |= {"last_returns": list(last_returns)}
+            kept["last_returns"] = list(last_returns)
             kept["state"] = state  # perf[graph]
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
@@ -829,7 +834,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             start_anew(iteration + 1)
 
     metrics |= {name: float(count) for name, count in counts.items()}
-    torch.compiler.set_stance("default")  # perf[guards] the export in finish_run() needs them
     ran = {"device": str(device), "nodes": sum(node["Alive"] for node in ray.nodes())}
     finish_run(args, run_dir, writer, ran, metrics, GreedyAgent(agent), frames)
     progress.close()

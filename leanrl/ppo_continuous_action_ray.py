@@ -8,7 +8,7 @@
 
     python leanrl/ppo_continuous_action_ray.py --env-id HalfCheetah-v4 --num-workers 2 --envs-per-worker 8
 
-The algorithm is that of ppo_continuous_action.py; one worker computes its bits, on a CPU.
+The algorithm is that of ppo_continuous_action.py; with one worker, on a CPU, results are equal bits.
 Fast twin: ppo_continuous_action_ray_torchcompile.py. `diff -u` the two files to see what makes it faster.
 To learn how the work is spread, read Rollout, Simulators, collect() and train(). The rest is plumbing.
 Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N; O, A = sizes of an observation and
@@ -47,8 +47,8 @@ from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
 WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
-START_SECONDS = 5  # that a worker takes to start; all of them may share a core
-MOST_LOSSES = 10  # so often may each worker be lost in one rollout, on average, before the run gives up
+START_SECONDS = 5  # that a worker may take to start, times their number if they share a core
+MOST_LOSSES = 10  # losses per worker, on average, that a run survives in one rollout
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Args:
 
     ray_address: str | None = None  # cluster to join: auto, or the head's host:port; default: only this machine
     act_on: Literal["worker", "learner"] = "worker"  # where the policy acts: a call per rollout, or one per env step
-    env_groups: int = 1  # groups of each worker's envs; of 2, one steps while the learner acts for the other
+    env_groups: int = 1  # groups of each worker's envs; with 2, one steps while the learner acts for the other
     worker_timeout: float = 300.0  # a worker is started again if a call, maybe a rollout, takes more seconds than this
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
@@ -175,13 +175,13 @@ class RunningMeanStd:
 
 
 def normalize_obs(stats: RunningMeanStd, obs: np.ndarray) -> np.ndarray:
-    """Scales observations (N, O) to mean 0 and std 1, clipped at 10; like Gymnasium's NormalizeObservation."""
+    """Adds observations (N, O) to the statistics and scales them, as Gymnasium's NormalizeObservation; clips at 10."""
     stats.update(obs)
     return ((obs - stats.mean) / stats.std).clip(-10, 10)
 
 
 def normalize_reward(stats: RunningMeanStd, returns, reward, terminated, valid, gamma: float) -> np.ndarray:
-    """Scales rewards (N,) by the std of their discounted sum, kept in `returns`; like Gymnasium's NormalizeReward."""
+    """Scales rewards (N,) by the std of their discounted sum, as Gymnasium's NormalizeReward; clips at 10."""
     np.copyto(returns, returns * gamma * (1 - terminated) + reward, where=valid)
     stats.update(returns[valid])
     return (reward / stats.std).clip(-10, 10)
@@ -270,7 +270,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
+    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -300,10 +300,10 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
-    valid = batch["valid"] > 0
-    return_ = batch["return"][valid]
-    error = return_ - batch["value"][valid]
-    return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+    weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
+    error = batch["return"] - batch["value"]
+    variances = [(weight * (x - (weight * x).sum()) ** 2).sum() for x in (error, batch["return"])]
+    return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
 def sample_actions(agent: Agent, obs: np.ndarray, noise: np.ndarray) -> dict[str, np.ndarray]:
@@ -342,7 +342,7 @@ class Rollout:
         return sampled["action"]
 
     def store(self, rows: slice, raw_obs, reward, terminated, truncated, episodes: list):
-        """Stores that step: arrays with a row for each env, and (return, length) of the episodes that ended."""
+        """Stores the step that act() began: arrays with a row for each env, and (return, length) of ended episodes."""
         t = self.steps[rows][0]
         obs_stats, return_stats = self.stats
         returns = self.discounted_return[rows]
@@ -382,7 +382,8 @@ class Simulators:
         self.terminated, self.truncated = np.zeros((2, num_envs), bool)
         self.sample = sample
         self.gamma = gamma
-        self.steps = 0  # of all envs
+        self.steps = 0  # of all envs, since this process was started
+        self.is_reset = False
 
     def reset(self, seeds: list[int], cut_off: bool) -> np.ndarray:
         """Seeds and resets all envs; returns observations (E, O). With cut_off, the next step resets them once more."""
@@ -390,10 +391,13 @@ class Simulators:
             self.obs[i], _ = env.reset(seed=seeds[i])
         self.terminated[:] = False
         self.truncated[:] = cut_off
+        self.is_reset = True
         return self.obs
 
     def step(self, first: int, last: int, action: np.ndarray) -> tuple:
         """Steps the envs `first` to before `last`: observations, rewards, both flags, and episodes (return, length)."""
+        if not self.is_reset:  # Ray has started this process anew, and nobody was told
+            return RuntimeError("it was started again")
         self.steps += last - first
         space = self.envs[0].action_space
         action = action.reshape(-1, *space.shape).clip(space.low, space.high)
@@ -403,6 +407,8 @@ class Simulators:
 
     def rollout(self, shared: tuple, noise: np.ndarray, *state: np.ndarray) -> dict:
         """T steps of all envs, with the policy and the states of the statistics that all workers share."""
+        if not self.is_reset:
+            return RuntimeError("it was started again")
         policy, states = shared
         states, noise, *state = deepcopy((states, noise, *state))  # what Ray hands over cannot be written to
         stats = [RunningMeanStd(), RunningMeanStd()]
@@ -418,7 +424,7 @@ class Simulators:
 
 def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) -> tuple:
     """Starts Ray on this machine, or joins a cluster, and makes the workers if they fit; returns Ray and them."""
-    if args.ray_address is None:  # Ray reads both when it is imported
+    if args.ray_address is None:  # Ray reads the first when it is imported, its workers the second when they start
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to its makers
@@ -434,7 +440,7 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
                     address = ray._private.services.get_ray_address_from_environment("auto", None)
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=10).close()
-            if args.ray_address is None:
+            else:
                 settings |= {"num_cpus": max(args.num_workers, os.cpu_count())}
                 settings |= {"object_store_memory": bytes_needed + 100 * 2**20}
             ray.init(args.ray_address or "local", **settings)
@@ -466,10 +472,10 @@ def collect(workers: list, refs: list, timeout: float) -> list:
     for worker, ref in zip(workers, refs):
         try:
             if ref in late:  # it hangs, or its machine is gone, and the result with it
-                raise TimeoutError(f"no answer in {timeout:.0f} seconds; see --worker-timeout")
+                raise TimeoutError("no answer in time; see --worker-timeout")
             results.append(ray.get(ref, timeout=60))  # it is on this machine by now
         except ray.exceptions.RayTaskError as error:  # an env has raised it, and would do so again
-            error.add_note(f"error: that is an env of worker {workers.index(worker)}.")
+            error.add_note(f"error: worker {workers.index(worker)} counts env and step, within its group of envs.")
             raise
         except (TimeoutError, ray.exceptions.RayError) as error:
             if isinstance(error, TimeoutError):
@@ -665,8 +671,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                     sys.exit(f"error: worker {w} does not start: {' '.join(str(error).split())[-300:]}")
                 if hangs and not isinstance(error, TimeoutError):  # it hung while it started, and Ray waits for it
                     ray.kill(workers[w], no_restart=False)
-            kill_at += patience * hangs
-            time.sleep(0.1 * bool(errors))
+            if hangs:
+                kill_at += patience
+            if errors:
+                time.sleep(0.1)
         return [found[w] for w in numbers]
 
     def revive(worker: int, error: Exception):

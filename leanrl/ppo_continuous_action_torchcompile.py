@@ -13,9 +13,9 @@ Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations a
 Plain twin: ppo_continuous_action.py. docs/performance.md explains each perf[name].
 To learn the algorithm, read Agent, gae(), ppo_loss() and train(). The rest is plumbing.
 Shapes: T = num_steps, N = num_envs, B = T * N, the rows of a rollout; O, A = sizes of an observation and an action.
-Differences from CleanRL's script of the same name:
+Differences from CleanRL's ppo_continuous_action.py:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
-2. The step in which an env resets itself is masked out of the losses and the statistics.
+2. The step in which an env resets itself is masked out of the losses and the statistics of rewards.
 3. All envs share one normalizer of observations and one of rewards.
 """
 
@@ -172,13 +172,13 @@ class RunningMeanStd:
 
 
 def normalize_obs(stats: RunningMeanStd, obs: np.ndarray) -> np.ndarray:
-    """Scales observations (N, O) to mean 0 and std 1, clipped at 10; like Gymnasium's NormalizeObservation."""
+    """Adds observations (N, O) to the statistics and scales them, as Gymnasium's NormalizeObservation; clips at 10."""
     stats.update(obs)
     return ((obs - stats.mean) / stats.std).clip(-10, 10)
 
 
 def normalize_reward(stats: RunningMeanStd, returns, reward, terminated, valid, gamma: float) -> np.ndarray:
-    """Scales rewards (N,) by the std of their discounted sum, kept in `returns`; like Gymnasium's NormalizeReward."""
+    """Scales rewards (N,) by the std of their discounted sum, as Gymnasium's NormalizeReward; clips at 10."""
     np.copyto(returns, returns * gamma * (1 - terminated) + reward, where=valid)
     stats.update(returns[valid])
     return (reward / stats.std).clip(-10, 10)
@@ -207,7 +207,7 @@ class Agent(nn.Module):
 
 
 class NormalizedActor(nn.Module):
-    """The mean of the policy, with the normalisation of observations inside."""
+    """The mean of the policy, with the normalization of observations inside."""
 
     def __init__(self, agent: Agent, stats: RunningMeanStd, low: np.ndarray, high: np.ndarray):
         super().__init__()
@@ -247,7 +247,7 @@ def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, ga
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
+    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -277,10 +277,10 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
-    valid = batch["valid"] > 0
-    return_ = batch["return"][valid]
-    error = return_ - batch["value"][valid]
-    return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+    weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
+    error = batch["return"] - batch["value"]
+    variances = [(weight * (x - (weight * x).sum()) ** 2).sum() for x in (error, batch["return"])]
+    return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
 # perf[flat] keep all parameters in one vector, so that clipping, Adam and the checks before a call meet one tensor
@@ -497,7 +497,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     parameters = {"agent": flat}
     learners = {"obs_stats": obs_stats, "return_stats": return_stats}
-    state = {"flat": flat, "adam": adam}  # perf[graph] no optimizers
+    state = {"flat": flat, "adam": adam}  # perf[graph] the state of a run is tensors alone
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), tree_leaves(saved["state"]), strict=True):  # perf[graph]
             tensor.copy_(saved_tensor.view_as(tensor))
@@ -607,13 +607,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept["state"] = state  # perf[graph]
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(iteration + 1)
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(iteration + 1)
 
     policy = NormalizedActor(agent, obs_stats, action_space.low, action_space.high)
-    torch.compiler.set_stance("default")  # perf[guards] the export in finish_run() needs them
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, policy, torch.zeros(2, obs_dim))
     for resource in (progress, *envs):
         resource.close()

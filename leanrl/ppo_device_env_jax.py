@@ -46,7 +46,7 @@ class Args:
     cuda: bool = True  # use a GPU if there is one
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
-    env_id: str = "CartPole-v1"  # one of the envs in this file, which the list ENVS names
+    env_id: str = "CartPole-v1"  # an env of this file, by its name in ENVS
     total_timesteps: int = 2_000_000  # env steps, summed over all envs
     learning_rate: float = 2.5e-3  # learning rate of Adam
     num_envs: int = 512  # number of envs, stepped together; a GPU likes thousands
@@ -160,7 +160,7 @@ class Breakout:
         bricks = jnp.where(breaks[:, None], bricks - met, bricks)
         dy = jnp.where(breaks, -dy, dy)
 
-        # the paddle throws the ball back, to where it came from if it moved in under the ball; else the ball is lost
+        # under the ball's old place the paddle mirrors it, under the new one it sends it back; else the ball is lost
         at_bottom = y == 9
         bricks = jnp.where((at_bottom & (bricks.sum(-1) == 0))[:, None], 1, bricks)
         straight = at_bottom & (old_x == paddle)
@@ -230,7 +230,7 @@ def apply(layers: list[tuple[Array, Array]], x: Array) -> Array:  # (.., in) -> 
 
 
 def categorical_logprob_entropy(action: Array, logits: Array) -> tuple[Array, Array]:
-    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    """Log-probability (..) of actions (..) under logits (.., A), and the entropy (..) in nats."""
     logprobs = jax.nn.log_softmax(logits)  # of all actions
     logprob = jnp.take_along_axis(logprobs, action[..., None], -1).squeeze(-1)
     return logprob, -(jnp.exp(logprobs) * logprobs).sum(-1)
@@ -257,7 +257,7 @@ def gae(reward: Array, value: Array, terminated: Array, done: Array, gamma: floa
 def ppo_loss(logprob: Array, entropy: Array, value: Array, batch: dict[str, Array], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one array; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
+    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
     """
     count = jnp.maximum(batch["valid"].sum(), 2)
     weight = batch["valid"] / count
@@ -315,7 +315,7 @@ def iterate(args: Args, learner: dict, envs: dict, lr: Array, noise: Array, unif
         valid = ~envs["done"]  # an env whose episode has ended only resets
         envs, reward, terminated = step_device(env, envs, action, uniform_t)
         row = {"obs": obs, "action": action, "logprob": logprob, "valid": valid * 1.0}
-        return envs, row | {"reward": reward, "terminated": terminated, "done": envs["done"]}
+        return envs, row | {"reward": reward, "terminated": terminated * 1.0, "done": envs["done"] * 1.0}
 
     envs, rollout = lax.scan(step, envs, (noise, uniform))
     obs = jnp.concatenate([rollout["obs"], env.observation(envs["state"])[None]])

@@ -62,7 +62,7 @@ class Args:
     device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
-    env_id: str = "popgym:popgym-RepeatPreviousEasy-v0"  # any Gymnasium id with discrete actions
+    env_id: str = "popgym:popgym-RepeatPreviousEasy-v0"  # any Gymnasium id with vectors and discrete actions
     total_timesteps: int = 500_000  # env steps, summed over all envs
     learning_rate: float = 1e-3  # learning rate of Adam
     num_envs: int = 32  # number of envs, stepped one after the other
@@ -258,7 +258,7 @@ class GreedyRecurrentAgent(nn.Module):
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability (B,) of actions (B,) under logits (B, A), and the entropy (B,) in nats."""
+    """Log-probability (..) of actions (..) under logits (.., A), and the entropy (..) in nats."""
     logprobs = logits.log_softmax(-1)  # of all actions
     logprob = logprobs.gather(-1, action[..., None]).squeeze(-1)
     return logprob, -(logprobs.exp() * logprobs).sum(-1)
@@ -281,7 +281,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob and value (B,) are those of the current parameters; the batch has those from before its updates.
+    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -311,10 +311,10 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
-    valid = batch["valid"] > 0
-    return_ = batch["return"][valid]
-    error = return_ - batch["value"][valid]
-    return 1 - error.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+    weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
+    error = batch["return"] - batch["value"]
+    variances = [(weight * (x - (weight * x).sum()) ** 2).sum() for x in (error, batch["return"])]
+    return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
 # perf[graph] Adam as a function of tensors, so that it compiles into the update
@@ -521,7 +521,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             tensor.copy_(saved_tensor.view_as(tensor))
         start_anew(first_iteration)
 
-    host_agent = copy.deepcopy(agent).cpu()  # perf[host] acts beside the envs: a GPU would be launched and waited for
+    host_agent = copy.deepcopy(agent).cpu()  # perf[host] acts beside the envs: a GPU would be waited for
     agent.recurrence = lru_scan  # perf[scan]
     input_buffer = torch.zeros(T + 1, N, obs_dim + num_actions)  # perf[host]
     action_buffer = torch.zeros(T, N, dtype=torch.long)
@@ -619,10 +619,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept["last_returns"] = list(last_returns)
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(iteration + 1)
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(iteration + 1)
 
     policy = GreedyRecurrentAgent(host_agent, first_action)  # perf[host]
     example = torch.zeros(2, obs_dim), torch.zeros(2, 2 * args.hidden_size + num_actions)

@@ -12,7 +12,7 @@ Paper: Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905, whose equations a
 Fast twin: sac_continuous_action_torchcompile.py. `diff -u` the two files to see what makes it faster.
 To learn the algorithm, read GaussianActor, sample() and train(). The rest is plumbing.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = size of an action.
-Differences from CleanRL's script of the same name:
+Differences from CleanRL's sac_continuous_action.py:
 1. The loop is act, learn, step, store: a GPU learns while the envs step. New rows are drawn a step later.
 2. Each observation is stored once. A step in which an env resets itself is drawn anew, or gets weight 0.
 3. With several envs there is one update per env step, not one per step of all envs.
@@ -524,10 +524,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept["log_alpha"] = log_alpha.detach()
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(step + 1)
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(step + 1)
 
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, GreedyActor(actor), torch.zeros(2, obs_dim))
     for resource in (progress, *envs):

@@ -13,7 +13,7 @@ Paper: Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905, whose equations a
 Plain twin: sac_continuous_action.py. docs/performance.md explains each perf[name].
 To learn the algorithm, read GaussianActor, sample() and train(). The rest is plumbing.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = size of an action.
-Differences from CleanRL's script of the same name:
+Differences from CleanRL's sac_continuous_action.py:
 1. The loop is act, learn, step, store: a GPU learns while the envs step. New rows are drawn a step later.
 2. Each observation is stored once. A step in which an env resets itself is drawn anew, or gets weight 0.
 3. With several envs there is one update per env step, not one per step of all envs.
@@ -84,7 +84,7 @@ class Args:
     # perf[graph] perf[capture] perf[bf16]
     compile: bool = False  # compile the policy and the updates
     cudagraphs: bool = False  # capture the policy and the updates as CUDA graphs
-    bf16: bool = False  # multiply the hidden layers' matrices in bfloat16
+    bf16: bool = False  # multiply the layers of 256 x 256 in bfloat16
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
@@ -571,7 +571,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses
 
     def update() -> Tensor:  # perf[capture] a graph is a function with one result: all losses, stacked
-        return torch.stack(list(learn_critics()[0].values()))
+        losses, _ = learn_critics()
+        return torch.stack(list(losses.values()))
 
     def update_with_actor() -> Tensor:
         losses, batch = learn_critics()
@@ -659,12 +660,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept |= {"row": row, "state": state}  # perf[graph]
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(step + 1)
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(step + 1)
 
-    torch.compiler.set_stance("default")  # perf[guards] the export in finish_run() needs them
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, GreedyActor(actor), torch.zeros(2, obs_dim))
     for resource in (progress, *envs):
         resource.close()

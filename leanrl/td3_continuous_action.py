@@ -12,7 +12,7 @@ Paper: Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477, whose equations a
 Fast twin: td3_continuous_action_torchcompile.py. `diff -u` the two files to see what makes it faster.
 To learn the algorithm, read Actor, sample() and train(). The rest is plumbing.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = size of an action.
-Differences from CleanRL's script of the same name:
+Differences from CleanRL's td3_continuous_action.py:
 1. The loop is act, learn, step, store: a GPU learns while the envs step. New rows are drawn a step later.
 2. Each observation is stored once. A step in which an env resets itself is drawn anew, or gets weight 0.
 3. With several envs there is one update per env step, not one per step of all envs.
@@ -491,10 +491,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept |= {name: learner.state_dict() for name, learner in learners.items()}
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(step + 1)
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(step + 1)
 
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, actor, torch.zeros(2, obs_dim))
     for resource in (progress, *envs):

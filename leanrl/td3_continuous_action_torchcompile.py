@@ -13,7 +13,7 @@ Paper: Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477, whose equations a
 Plain twin: td3_continuous_action.py. docs/performance.md explains each perf[name].
 To learn the algorithm, read Actor, sample() and train(). The rest is plumbing.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = size of an action.
-Differences from CleanRL's script of the same name:
+Differences from CleanRL's td3_continuous_action.py:
 1. The loop is act, learn, step, store: a GPU learns while the envs step. New rows are drawn a step later.
 2. Each observation is stored once. A step in which an env resets itself is drawn anew, or gets weight 0.
 3. With several envs there is one update per env step, not one per step of all envs.
@@ -82,7 +82,7 @@ class Args:
     # perf[graph] perf[capture] perf[bf16]
     compile: bool = False  # compile the policy and the updates
     cudagraphs: bool = False  # capture the policy and the updates as CUDA graphs
-    bf16: bool = False  # multiply the hidden layers' matrices in bfloat16
+    bf16: bool = False  # multiply the layers of 256 x 256 in bfloat16
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
@@ -632,12 +632,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept |= {"row": row, "state": state}  # perf[graph]
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
-            start_anew(step + 1)
             if signals:
                 stopped_by = signals[0]
                 break
+            start_anew(step + 1)
 
-    torch.compiler.set_stance("default")  # perf[guards] the export in finish_run() needs them
     finish_run(args, run_dir, writer, {"device": str(device)}, metrics, actor, torch.zeros(2, obs_dim))
     for resource in (progress, *envs):
         resource.close()

@@ -1,7 +1,7 @@
 """Ray in one process, for tests: actors are objects, and a call is made at once. What goes in and out is pickled.
 
 As with Ray, arrays that come out cannot be written to. A call whose number is in `lost` ends with an error, and so do
-those that are made of its actor before it is reset.
+those that are made of its actor before it is reset. One whose number is in `restarted` reaches an actor that is new.
 """
 
 import pickle
@@ -37,12 +37,14 @@ cloudpickle = SimpleNamespace(register_pickle_by_value=lambda module: None, dump
 calls = []  # (actor, method) of every call
 UNREACHABLE = RayError("unreachable")  # of a worker that hangs while it starts: until it is killed
 lost = {}  # number of a call -> the error that it ends with; the actor begins anew
+restarted = set()  # numbers of calls before which the actor has begun anew, while nobody waited for it
 killed = []  # actors
 
 
 def reset():
     calls.clear()
     lost.clear()
+    restarted.clear()
     killed.clear()
 
 
@@ -53,8 +55,9 @@ def through_pickle(x):
 
 
 class Reference:
-    def __init__(self, value):
+    def __init__(self, value, raises: bool = False):
         self.value = value
+        self.raises = raises  # a call may also return an exception
 
 
 def put(x) -> Reference:
@@ -62,7 +65,7 @@ def put(x) -> Reference:
 
 
 def get(reference: Reference, timeout: float = 0):
-    if isinstance(reference.value, Exception):
+    if reference.raises:
         raise reference.value
     return reference.value
 
@@ -91,7 +94,9 @@ class Actor:
         elif name == "reset" and self.error is not UNREACHABLE:  # it has been started again
             self.error = None
         if self.error:
-            return Reference(self.error)
+            return Reference(self.error, raises=True)
+        if len(calls) in restarted:
+            self.instance = self.make()
         args = [get(x, 0) if isinstance(x, Reference) else x for x in args]
         with torch.random.fork_rng(devices=[]):  # a process has random numbers of its own
             try:
@@ -99,7 +104,7 @@ class Actor:
             except Exception as error:  # comes out as one that is of both kinds
                 both = type("RayTaskError", (RayTaskError, type(error)), {})(str(error))
                 both.__notes__ = getattr(error, "__notes__", [])
-                return Reference(both)
+                return Reference(both, raises=True)
 
 
 def remote(**options):

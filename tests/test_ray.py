@@ -116,7 +116,7 @@ def test_a_lost_step_is_a_truncation_and_a_reset(monkeypatch, local, capsys, nam
     assert valid[1:4, of_worker_1].tolist() == [[1, 1], [0, 0], [1, 1]]
     assert obs[3, of_worker_1, 1:].tolist() == [[1, 0], [1, 0]]  # a first observation, after two resets
     assert after[2].metrics["lost_workers"] == 1 and before[2].metrics["lost_workers"] == 0
-    message = "no answer in 300 seconds; see --worker-timeout" if error is HANGS else "the worker died"
+    message = "no answer in time; see --worker-timeout" if error is HANGS else "the worker died"
     assert f"warning: worker 1 was lost: {message}" in capsys.readouterr().err
     assert local.killed == ([local.calls[1][0]] if error is HANGS else [])
 
@@ -469,7 +469,18 @@ def test_an_env_that_raises_ends_the_run_by_name_and_step(monkeypatch, local, na
         with pytest.raises(ZeroDivisionError, match="a defect of the env") as error:
             train(monkeypatch, name, **tiny(name) | ONE_WORKER | where | {"env_id": "RaisingEnv-v0"})
         notes = ["error: env 0 raised this in env step 6. Earlier checkpoints are kept."]
-        assert error.value.__notes__ == [*notes, "error: that is an env of worker 0."]
+        assert error.value.__notes__ == [*notes, "error: worker 0 counts env and step, within its group of envs."]
+
+
+@pytest.mark.parametrize(
+    "name, where", [(CONTINUOUS[0], {}), (CONTINUOUS[0], ON_LEARNER), (ATARI[0], {}), (ATARI[1], {})]
+)
+def test_a_worker_that_dies_while_nobody_waits_is_counted(monkeypatch, local, name, where):
+    """Ray starts it again at once, so no call fails: the next one finds envs that nobody has reset."""
+    flags = tiny(name) | where
+    local.restarted.add(len(local.calls) + 2 * flags["num_workers"] + 1)  # after a reset and a rollout, or a step
+    run = train(monkeypatch, name, **flags)
+    assert [run.metrics[key] for key in ("lost_workers", "lost_rollouts") if key in run.metrics] == [1]
 
 
 @pytest.mark.parametrize("name", RAY)
@@ -604,7 +615,9 @@ def test_on_ray_itself_a_lag_gives_the_same_bits_and_nothing_is_spilled(monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("send, number", [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)], ids=["kill", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "send, number", [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)], ids=["kill", "Ctrl-C"]
+)
 def test_a_signal_ends_a_run_on_ray_in_order(send, number, name="ppo_atari_ray"):
     """It saves, says how to go on, and leaves no process behind. Nobody else may connect, or goes before a worker.
 
