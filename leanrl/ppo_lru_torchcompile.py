@@ -44,6 +44,7 @@ import torch.nn.functional as F
 import tyro
 from tensordict.nn import CudaGraphModule  # perf[capture]
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # perf[onednn]
 from torch.func import functional_call, grad_and_value  # perf[graph]
 from torch.utils._pytree import tree_leaves  # perf[graph]
 from torch.utils.tensorboard import SummaryWriter
@@ -351,6 +352,39 @@ def pick_device(args: Args) -> torch.device:
     return number.device
 
 
+# perf[onednn] PyTorch multiplies by MKL, which leaves AMD's AVX-512 unused; oneDNN does not
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product (M, N) of (M, K) and (K, N), plus a bias (N,); or (B, M, N) of B such pairs."""
+    if a.dim() == 3:
+        products = torch.empty(*a.shape[:2], b.shape[2])
+        for x, y, xy in zip(a, b, products):
+            xy.copy_(product(x, y))
+        return products
+    b = b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()  # slices are slow
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+
+
+torch.library.custom_op("leanrl::product", product, mutates_args=()).register_fake(lambda a, b, bias=None: a @ b)
+
+
+class ProductsByOneDNN(CustomGraphPass):
+    """Replaces the float32 products in a compiled graph, except small ones: a call costs too much."""
+
+    def __call__(self, graph: torch.fx.Graph):
+        for node in graph.nodes:
+            if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default):
+                *bias, a, b = node.args
+                is_large = math.prod(node.meta["val"].shape[-2:]) * a.meta["val"].shape[-1] >= 2**23
+                if is_large and a.meta["val"].dtype == torch.float32 and not node.kwargs:
+                    node.target = torch.ops.leanrl.product.default
+                    node.args = (a, b, *bias)
+                    values = [a.meta["val"].contiguous()] + [x.meta["val"] for x in (b, *bias)]
+                    node.meta["eager_input_vals"] = (values, {})  # else oneDNN copies a, slowly
+
+    def uuid(self) -> bytes:  # names what this file does in the compiler's cache
+        return get_hash_for_files((__file__,))
+
+
 def start_run(args: Args) -> tuple[Path, SummaryWriter]:
     """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -530,6 +564,13 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     batch = {}
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
 
+    def act(inputs: Tensor, state: Tensor, noise: Tensor):  # perf[graph] on the host
+        """Actions (N,) for inputs (N, O + A), their log-probabilities (N,), the values (N,) and the next state."""
+        logits, value, state = host_agent(inputs[None], state)
+        action = (logits[0] + noise).argmax(-1)  # this samples from softmax(logits)
+        logprob, _ = categorical_logprob_entropy(action, logits[0])
+        return action, logprob, value[0], state
+
     def update(idx: Tensor) -> Tensor:
         """A gradient step on the rollouts of the envs idx; returns what to log."""
         minibatch = {name: x[:, idx] for name, x in batch.items()}
@@ -553,6 +594,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     if args.compile:  # perf[graph]; update_epoch() calls the compiled update from here on
         options = {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}  # perf[cpp] perf[tanh]
+        host_agent.recurrence = lru_scan  # perf[scan] for the compiler, which has no complex kernels
+        act = torch.compile(act, fullgraph=True, options=options | {"cpp_wrapper": True})
+        cpu = torch.cpu.get_capabilities()
+        if device.type == "cpu" and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx512_f"):
+            options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
         update = torch.compile(update, fullgraph=True, options=options)
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
@@ -571,10 +617,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         for t in range(T):
             # act
             input_buffer[t] = torch.as_tensor(inputs)
-            with torch.no_grad():
-                logits, value[t], state = host_agent(input_buffer[t : t + 1], state)
-                action_buffer[t] = (logits[0] + noise[t]).argmax(-1)  # this samples from softmax(logits)
-                logprob_buffer[t], _ = categorical_logprob_entropy(action_buffer[t], logits[0])
+            action_buffer[t], logprob_buffer[t], value[t], state = act(input_buffer[t], state, noise[t])
             env_action = action_buffer[t].numpy()  # perf[host] no sync
 
             # step and store
