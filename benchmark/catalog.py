@@ -160,7 +160,7 @@ CATALOG = {
         # an episode pays 1 or -1, each as often without a memory
         gate=(CUE | {"total_timesteps": 20_480, "learning_rate": 3e-3}, 0.9, 0.9),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
-        graphs=2,  # acting, an update
+        graphs=1,
         peers=peers.RECURRENT_PPO,
     ),
     "ppo_rnn": Script(

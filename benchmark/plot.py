@@ -387,10 +387,12 @@ def ablation_block() -> str:
                 how = turns(row) + (f" of {row['steps']:,} steps" if "steps" in row else "")  # older rows lack them
                 cells = (report["script"], row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", how)
                 lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Measured on two cores each:", ""]
+    lines += ["", "Measured on:", ""]
     for report in speed_reports("ablate"):
         here = report["machine"]
-        lines.append(f"- {report['script']}: {here['cpu']}, {here['date']}, commit {here['commit']}")
+        lines.append(
+            f"- {report['script']}: {here['cpu']}, {here['cores']} cores, {here['date']}, commit {here['commit']}"
+        )
     return "\n".join(lines)
 
 
@@ -505,6 +507,7 @@ BLOCKS |= {
     "speed cpu-appo": lambda: speed_block("cpu-appo"),
     "speed ppo_device_env": lambda: speed_block("cpu", "ppo_device_env"),
     "speed a2c_device_env": lambda: speed_block("cpu", "a2c_device_env"),
+    "speed cpu-memory-one-thread": lambda: speed_block("cpu-memory-one-thread"),
     "speed cpu-one-thread": lambda: speed_block("cpu-one-thread"),
     "speed cpu-1024-envs": lambda: speed_block("cpu-1024-envs"),
     "ablation": ablation_block,

@@ -203,7 +203,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
+    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -400,7 +400,7 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
 
 
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
-    """Trains an agent to the end, or until there is a signal, and returns the final metrics."""
+    """Trains an agent and returns the final metrics; after a signal all ranks save and exit instead."""
     check_numbers(args)
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         fail(f"start it with torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")

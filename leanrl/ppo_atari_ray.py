@@ -212,7 +212,7 @@ def vtrace(ratio: Tensor, reward: Tensor, value: Tensor, terminated: Tensor, don
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
+    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -282,7 +282,7 @@ class Players:
         self.scores[:] = 0
 
     @torch.no_grad()
-    def rollout(self, agent: AtariAgent, noise: np.ndarray) -> dict:
+    def rollout(self, agent: AtariAgent, noise: np.ndarray) -> dict | RuntimeError:
         """T steps of all envs, with Gumbel noise (T, E, A)."""
         if self.envs is None:  # Ray has started this process anew, and nobody was told
             return RuntimeError("it was started again")
@@ -364,7 +364,7 @@ def collect(workers: list, refs: list, timeout: float) -> list:
                 raise TimeoutError("no answer in time; see --worker-timeout")
             results.append(ray.get(ref, timeout=60))  # it is on this machine by now
         except ray.exceptions.RayTaskError as error:  # an env has raised it, and would do so again
-            error.add_note(f"error: worker {workers.index(worker)} counts env and step, within its group of envs.")
+            error.add_note("error: env and step are numbers of one worker, which counts for itself.")
             raise
         except (TimeoutError, ray.exceptions.RayError) as error:
             if isinstance(error, TimeoutError):

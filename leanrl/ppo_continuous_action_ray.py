@@ -270,7 +270,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
+    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -394,7 +394,7 @@ class Simulators:
         self.is_reset = True
         return self.obs
 
-    def step(self, first: int, last: int, action: np.ndarray) -> tuple:
+    def step(self, first: int, last: int, action: np.ndarray) -> tuple | RuntimeError:
         """Steps the envs `first` to before `last`: observations, rewards, both flags, and episodes (return, length)."""
         if not self.is_reset:  # Ray has started this process anew, and nobody was told
             return RuntimeError("it was started again")
@@ -405,7 +405,7 @@ class Simulators:
         episodes = step_envs(self.envs[first:last], self.steps, action, *arrays)
         return *arrays, [(float(episode["r"]), int(episode["l"])) for episode in episodes]
 
-    def rollout(self, shared: tuple, noise: np.ndarray, *state: np.ndarray) -> dict:
+    def rollout(self, shared: tuple, noise: np.ndarray, *state: np.ndarray) -> dict | RuntimeError:
         """T steps of all envs, with the policy and the states of the statistics that all workers share."""
         if not self.is_reset:
             return RuntimeError("it was started again")
@@ -475,7 +475,7 @@ def collect(workers: list, refs: list, timeout: float) -> list:
                 raise TimeoutError("no answer in time; see --worker-timeout")
             results.append(ray.get(ref, timeout=60))  # it is on this machine by now
         except ray.exceptions.RayTaskError as error:  # an env has raised it, and would do so again
-            error.add_note(f"error: worker {workers.index(worker)} counts env and step, within its group of envs.")
+            error.add_note("error: env and step are numbers of one worker, which counts for itself.")
             raise
         except (TimeoutError, ray.exceptions.RayError) as error:
             if isinstance(error, TimeoutError):

@@ -282,7 +282,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch has those of the acting policy.
+    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -564,13 +564,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     batch = {}
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
 
-    def act(inputs: Tensor, state: Tensor, noise: Tensor):  # perf[graph] on the host
-        """Actions (N,) for inputs (N, O + A), their log-probabilities (N,), the values (N,) and the next state."""
-        logits, value, state = host_agent(inputs[None], state)
-        action = (logits[0] + noise).argmax(-1)  # this samples from softmax(logits)
-        logprob, _ = categorical_logprob_entropy(action, logits[0])
-        return action, logprob, value[0], state
-
     def update(idx: Tensor) -> Tensor:
         """A gradient step on the rollouts of the envs idx; returns what to log."""
         minibatch = {name: x[:, idx] for name, x in batch.items()}
@@ -594,8 +587,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     if args.compile:  # perf[graph]; update_epoch() calls the compiled update from here on
         options = {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}  # perf[cpp] perf[tanh]
-        host_agent.recurrence = lru_scan  # perf[scan] for the compiler, which has no complex kernels
-        act = torch.compile(act, fullgraph=True, options=options | {"cpp_wrapper": True})
         cpu = torch.cpu.get_capabilities()
         if device.type == "cpu" and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx512_f"):
             options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
@@ -617,7 +608,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         for t in range(T):
             # act
             input_buffer[t] = torch.as_tensor(inputs)
-            action_buffer[t], logprob_buffer[t], value[t], state = act(input_buffer[t], state, noise[t])
+            with torch.no_grad():
+                logits, value[t], state = host_agent(input_buffer[t : t + 1], state)
+                action_buffer[t] = (logits[0] + noise[t]).argmax(-1)  # this samples from softmax(logits)
+                logprob_buffer[t], _ = categorical_logprob_entropy(action_buffer[t], logits[0])
             env_action = action_buffer[t].numpy()  # perf[host] no sync
 
             # step and store

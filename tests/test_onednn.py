@@ -93,7 +93,7 @@ def test_other_products_stay(size, dtype, kwargs):
 
 
 TWINS = [f"{name}_torchcompile" for name in ("td3_continuous_action", "sac_continuous_action")]
-TWINS += [f"{name}_torchcompile" for name in ("ppo_device_env", "a2c_device_env")]
+TWINS += [f"{name}_torchcompile" for name in ("ppo_device_env", "a2c_device_env", "ppo_lru")]
 AMD = {"cpu_name": "AMD EPYC", "avx512_f": True}
 CPUS = [(AMD, True), (AMD | {"avx512_f": False}, False), (AMD | {"cpu_name": "Intel(R) Xeon(R)"}, False), ({}, False)]
 

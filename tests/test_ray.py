@@ -469,7 +469,10 @@ def test_an_env_that_raises_ends_the_run_by_name_and_step(monkeypatch, local, na
         with pytest.raises(ZeroDivisionError, match="a defect of the env") as error:
             train(monkeypatch, name, **tiny(name) | ONE_WORKER | where | {"env_id": "RaisingEnv-v0"})
         notes = ["error: env 0 raised this in env step 6. Earlier checkpoints are kept."]
-        assert error.value.__notes__ == [*notes, "error: worker 0 counts env and step, within its group of envs."]
+        assert error.value.__notes__ == [
+            *notes,
+            "error: env and step are numbers of one worker, which counts for itself.",
+        ]
 
 
 @pytest.mark.parametrize(
