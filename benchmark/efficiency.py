@@ -10,6 +10,7 @@ plot.py shows, with the formula that fits a call per env step (docs/ray.md).
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -90,7 +91,7 @@ def measure(cell: str) -> float:
         process = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder)
     if process.returncode:
         sys.exit(process.stderr)
-    return float(process.stdout.split()[-1])
+    return float(re.search(r"^steps/s: (.*)$", process.stdout, re.MULTILINE)[1])  # Ray may warn before and after it
 
 
 def fit(rows: list[dict]) -> dict:
@@ -108,19 +109,24 @@ def main(args: Args):
     if args.cell:
         way, workers, milliseconds = args.cell.split("/")
         numbers = int(workers), int(milliseconds)
-        print(steps_of_gymnasium(*numbers) if way == ASYNC else steps_of_ray(way, *numbers))
+        print(f"steps/s: {steps_of_gymnasium(*numbers) if way == ASYNC else steps_of_ray(way, *numbers)}")
         return
     if TIANSHOU in args.ways and not PYTHON_OF_TIANSHOU.exists():
         sys.exit("error: Tianshou is not there; ./run.sh rllib installs it, or leave it out of --ways.")
-    rows = []
+    here = machine()
+    found = json.loads(args.out.read_text()) if args.out.exists() else {}
+    rows = found["rows"] if found.get("machine") == here else []  # of a run that was interrupted today
+    result = {"machine": here, "envs": ENVS, "rows": rows}
+    done = {(row["way"], row["workers"], row["milliseconds"]) for row in rows}
     for milliseconds in args.milliseconds:
         for workers in args.workers:
             for way in args.ways:
+                if (way, workers, milliseconds) in done:
+                    continue
                 rate = measure(f"{way}/{workers}/{milliseconds}")
                 row = {"way": way, "workers": workers, "milliseconds": milliseconds, "steps_per_second": rate}
                 rows.append(row | {"efficiency": rate * milliseconds / 1000 / workers})
                 print(*rows[-1].values(), flush=True)
-                result = {"machine": machine(), "envs": ENVS, "rows": rows}
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
     if sum(row["way"] == "one env a call" for row in rows) > 2:
         args.out.write_text(json.dumps(result | {"fit": fit(rows)}, indent=1) + "\n")

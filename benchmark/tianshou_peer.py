@@ -16,4 +16,4 @@ from tianshou.env import RayVectorEnv
 workers, milliseconds = map(int, sys.argv[1:])
 ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
 envs = RayVectorEnv([lambda: gym.make(f"sleeping:Sleep{milliseconds}ms-v0")] * workers)
-print(sleeping.steps_per_second(envs, workers, milliseconds))
+print(f"steps/s: {sleeping.steps_per_second(envs, workers, milliseconds)}")
