@@ -41,6 +41,7 @@ from tqdm import tqdm
 @dataclass
 class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(CATALOG)
+    env_id: str | None = None  # another env that the script can learn; default: the script's own
     steps: int | None = None  # env steps of each run; default: the script's own
     seconds: float | None = None  # end each run once it has been measured for so long; not for ranks
     pairs: int = 3  # runs of each mode
@@ -272,6 +273,7 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     from plot import bars, utilisation  # after the command line is checked: matplotlib is slow to import
 
     entry, here = CATALOG[script], machine()
+    env_id = args.env_id or entry.env_id
     steps = args.steps or entry.steps
     ours = [mode for mode in entry.modes if here["gpu"] or "cudagraphs" not in mode]
     if not (args.peers and importlib.util.find_spec("jax")):
@@ -286,9 +288,9 @@ def compare(script: str, args: Args, externals: dict[str, str]):
         sys.exit("error: nothing to measure, or an --external with the name of a mode.")
     seconds = None if entry.modes is RANKS else args.seconds  # ranks would not end at the same report
     length = f"{seconds} s" if seconds else f"{steps:,} steps"
-    print(f"{script} on {entry.env_id}: {', '.join([*chosen, *externals])}; {args.pairs} x {length}", flush=True)
+    print(f"{script} on {env_id}: {', '.join([*chosen, *externals])}; {args.pairs} x {length}", flush=True)
     slices = args.slices or entry.slices
-    about = {"steps": steps, "env_id": entry.env_id, "slices": slices, "seconds": seconds}
+    about = {"steps": steps, "env_id": env_id, "slices": slices, "seconds": seconds}
     about["flags"] = tuple(shlex.split(args.flags))
     tried = [m for m in chosen if (m in peers or m in JAX) and os.cpu_count() > 1 and not args.threads]
     total = slices * (args.pairs * len(chosen) + 2 * len(tried)) + args.pairs * len(externals)
@@ -309,25 +311,25 @@ def compare(script: str, args: Args, externals: dict[str, str]):
             for mode, result in zip(runs, results, strict=True):
                 runs[mode].append(result)
     rows = summarise(runs)
-    report = {"script": script, "env_id": entry.env_id, "steps": steps, "seconds": seconds, "flags": args.flags}
+    report = {"script": script, "env_id": env_id, "steps": steps, "seconds": seconds, "flags": args.flags}
     report |= {"machine": here, "modes": rows}
     path = args.out / f"{script}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     bars([report], path.with_suffix(".png"))
     cores = f"{here['cpu']}, {here['cores']} cores" + (f", {here['gpu']}" if here["gpu"] else "")
-    print(f"\n{script}, {entry.env_id} ({cores}, torch {here['torch']})\n{text_table(rows)}\n")
+    print(f"\n{script}, {env_id} ({cores}, torch {here['torch']})\n{text_table(rows)}\n")
     print(path, path.with_suffix(".png"), sep="\n")
     if here["gpu"]:
         utilisation(report, args.out / f"{script}_gpu.png")
     if args.profile and entry.modes is not RANKS and not entry.steps_elsewhere:
-        profile(script, steps, seconds, [mode for mode in ours if mode in chosen])
+        profile(script, env_id, steps, seconds, [mode for mode in ours if mode in chosen])
 
 
-def profile(script: str, steps: int, seconds: float | None, modes: list[str]):
+def profile(script: str, env_id: str, steps: int, seconds: float | None, modes: list[str]):
     """Prints the microseconds of an env step that each phase of the loop takes, a line a mode."""
     from phases import PHASES, measure_phases  # which imports this file
 
-    rows = [measure_phases(script, mode, steps, CATALOG[script].env_id, 1, seconds) for mode in modes]
+    rows = [measure_phases(script, mode, steps, env_id, 1, seconds) for mode in modes]
     table = pd.DataFrame(rows)[["mode", *PHASES, "microseconds", "simulator"]]
     names = {"microseconds": "together", "simulator": "of it in the simulator"}
     print("\nmicroseconds per env step\n" + table.rename(columns=names).round(1).to_string(index=False))

@@ -508,6 +508,7 @@ BLOCKS |= {
     "speed ppo_device_env": lambda: speed_block("cpu", "ppo_device_env"),
     "speed a2c_device_env": lambda: speed_block("cpu", "a2c_device_env"),
     "speed cpu-memory-one-thread": lambda: speed_block("cpu-memory-one-thread"),
+    "speed cpu-memory-one-thread-long": lambda: speed_block("cpu-memory-one-thread-long"),
     "speed cpu-one-thread": lambda: speed_block("cpu-one-thread"),
     "speed cpu-1024-envs": lambda: speed_block("cpu-1024-envs"),
     "ablation": ablation_block,

@@ -8,6 +8,8 @@ compare="python benchmark/compare.py"
 $compare --out benchmark/results/cpu
 $compare ppo_device_env a2c_device_env --threads 1 --out benchmark/results/cpu-one-thread
 $compare ppo_lru ppo_rnn --threads 1 --pairs 2 --modes eager compile sb3-contrib --out benchmark/results/cpu-memory-one-thread
+$compare ppo_lru ppo_rnn --threads 1 --pairs 2 --modes eager compile sb3-contrib --env-id popgym:popgym-RepeatPreviousMedium-v0 \
+  --out benchmark/results/cpu-memory-one-thread-long
 $compare a2c_device_env --flags=--num-envs=1024 --out benchmark/results/cpu-1024-envs
 for of in "impala --update-epochs=1 --no-norm-adv" "appo --update-epochs=2"; do # as many passes as RLlib makes
   rllib=".venv-rllib/bin/python benchmark/rllib_peer.py ${of%% *} --steps {steps} --seed {seed}"

@@ -394,7 +394,7 @@ def test_a_run_ends_when_it_has_been_measured_for_long_enough(monkeypatch):
 def test_a_profile_says_where_the_time_of_a_step_goes(capsys):
     """A million steps would take minutes: the run ends when it has been measured for half a second."""
     started = time.monotonic()
-    compare.profile("dqn", 1_000_000, 0.5, ["eager"])
+    compare.profile("dqn", "CartPole-v1", 1_000_000, 0.5, ["eager"])
     assert time.monotonic() - started < 60
     _, title, names, numbers = capsys.readouterr().out.splitlines()
     assert title == "microseconds per env step" and names.split()[:3] == ["mode", "act", "learn"]
