@@ -70,13 +70,16 @@ def train(
 
     With `monitor`, a folder, Stable-Baselines3's Monitor writes each episode to it.
     """
+    import gymnasium as gym
     import numpy as np
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.noise import NormalActionNoise
     from stable_baselines3.common.vec_env import VecNormalize
 
-    envs = make_vec_env(env_id, n_envs=num_envs, seed=seed, monitor_dir=monitor)
+    known = isinstance(gym.make(env_id).observation_space, gym.spaces.Box | gym.spaces.Discrete)
+    wrapper = None if known else gym.wrappers.FlattenObservation
+    envs = make_vec_env(env_id, n_envs=num_envs, seed=seed, monitor_dir=monitor, wrapper_class=wrapper)
     if normalize:
         envs = VecNormalize(envs, gamma=settings["gamma"])
     if algorithm == "TD3":
