@@ -465,9 +465,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if args.seq_length < 2 or args.buffer_size < least:
         fail(f"--seq-length must be at least 2, and --buffer-size at least {least}.")
     learning_starts = max(args.learning_starts, least)  # slices must be there
-    first_update = math.ceil(learning_starts / args.train_frequency) * args.train_frequency
-    if total_steps * N <= first_update:
-        print(f"warning: nothing is learned before step {first_update}; see --learning-starts.", file=sys.stderr)
+    if total_steps * N <= math.ceil(learning_starts / args.train_frequency) * args.train_frequency:
+        print("warning: nothing is learned: the run ends before an update; see --learning-starts.", file=sys.stderr)
     envs = [make_env(args.env_id, gym.spaces.Discrete) for _ in range(N)]
     obs_dim = envs[0].observation_space.shape[0]
     num_actions = int(envs[0].action_space.n)

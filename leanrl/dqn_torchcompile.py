@@ -397,7 +397,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         fail("--train-frequency must be a multiple of --num-envs, and --buffer-size at least --train-frequency.")
     first_update = max(math.ceil(args.learning_starts / args.train_frequency), 1) * args.train_frequency
     if total_steps * N <= first_update:
-        print("warning: nothing is learned: --total-timesteps ends before the first update.", file=sys.stderr)
+        print("warning: nothing is learned: the run ends before an update; see --learning-starts.", file=sys.stderr)
     envs = [make_env(args.env_id, gym.spaces.Discrete) for _ in range(N)]
     obs_dim = envs[0].observation_space.shape[0]
     num_actions = int(envs[0].action_space.n)

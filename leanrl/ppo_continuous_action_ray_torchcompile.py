@@ -242,7 +242,7 @@ class Agent(nn.Module):
 
 
 class NormalizedActor(nn.Module):
-    """The mean of the policy, with the normalisation of observations inside."""
+    """The mean of the policy, with the normalization of observations inside."""
 
     def __init__(self, agent: Agent, stats: RunningMeanStd, low: np.ndarray, high: np.ndarray):
         super().__init__()

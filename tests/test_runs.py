@@ -283,10 +283,14 @@ def test_a_run_too_short_to_learn_warns_and_runs(monkeypatch, capsys, name, step
 
 
 @pytest.mark.parametrize("name", OFF_POLICY)
-def test_the_shortest_run_learns_once(monkeypatch, name):
+def test_the_shortest_run_learns_once(monkeypatch, capsys, name):
+    """One that is a step shorter warns."""
     steps = {"learning_starts": 901, "total_timesteps": 911} if "dqn" in name else {"total_timesteps": 901}
     losses = train(monkeypatch, name, **tiny(name) | steps).metrics.keys() & {"td_loss", "qf_loss"}
-    assert len(losses) == 1
+    assert len(losses) == 1 and "warning: nothing" not in capsys.readouterr().err
+    steps["total_timesteps"] -= 1
+    assert not train(monkeypatch, name, **tiny(name) | steps).metrics.keys() & {"td_loss", "qf_loss"}
+    assert "warning: nothing is learned" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ATARI)
