@@ -23,7 +23,7 @@ python benchmark/scans.py --out benchmark/results/scans.json
 # returns
 run="python benchmark/returns.py" modes="--modes eager compile compile+bf16" jax="--modes compile jax"
 $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
-$run ppo_continuous_action --modes eager --seeds 1
+$run ppo_continuous_action --modes eager
 $run ppo_continuous_action --modes compile eager sbx --seeds 1 --out benchmark/results/race
 for script in td3 sac; do $run ${script}_continuous_action --total-timesteps 200000 $modes; done
 $run dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds $(seq 10)
