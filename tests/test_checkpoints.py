@@ -210,6 +210,18 @@ def made_by(name: str) -> list:
     return [name, problem(name)["env_id"], *sizes]
 
 
+@pytest.mark.parametrize("name", ["dqn", "dqn_torchcompile"])
+def test_another_train_frequency_is_refused(monkeypatch, capsys, name):
+    """The twin keeps the rows of one update apart: as many as steps lie between two."""
+    patch_reports(monkeypatch, name)
+    path = train_until_killed(monkeypatch, name, **problem(name))
+    script = load(name)
+    frequency = 2 * script.Args(**problem(name)).train_frequency
+    with pytest.raises(SystemExit):
+        script.train(script.Args(**problem(name) | {"train_frequency": frequency}, device="cpu", resume=str(path)))
+    assert "is of ['" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["td3_continuous_action", PPO_CONTINUOUS[1]])
 def test_another_script_env_or_size_is_refused(monkeypatch, capsys, name):
     patch_reports(monkeypatch, name)

@@ -197,3 +197,14 @@ def test_lambda_1_makes_a2c_reinforce():
     expected = -((later - value) * logprob).mean()
     grads = (torch.autograd.grad(x, logits)[0] for x in (loss, expected))
     torch.testing.assert_close(*grads)
+
+
+def test_explained_variance_counts_valid_rows_and_survives_their_absence():
+    explained_variance = load("ppo_continuous_action").explained_variance
+    generator = torch.Generator().manual_seed(0)
+    batch = {name: torch.randn(5, 4, generator=generator) for name in ("return", "value")}
+    batch["valid"] = (torch.rand(5, 4, generator=generator) < 0.6).float()
+    return_, value = (batch[name][batch["valid"] > 0].double().numpy() for name in ("return", "value"))
+    expected = 1 - np.var(return_ - value) / np.var(return_)
+    assert explained_variance(batch).item() == pytest.approx(expected, abs=1e-5)
+    assert explained_variance(batch | {"valid": torch.zeros(5, 4)}).isfinite()
