@@ -42,11 +42,12 @@ FLOATS = [
 ]
 TEXTS = ["", " ", "a b", "../x", "a/b:c", "\u2603", "-", "x" * 300, "'", "nan"]
 ENVS = ["Pendulum-v1", "CartPole-v1", "Breakout-v5", "Pong-v5", "MountainCarContinuous-v0", "Pendulum", "CartPole-v0"]
-SMALL = {  # these cost time, so that large ones would only be slow
+SMALL = {  # these cost time or memory, so that large ones would only be slow or end in PyTorch's own message
     "total_timesteps": [-1, 0, 1, 2, 63, 64, 65, 130, 300],
     "num_envs": [-1, 0, 1, 2, 3, 8],
     "num_workers": [-1, 0, 1, 2, 3, 100, 2**31],
     "envs_per_worker": [-1, 0, 1, 2, 3, 8, 2**31],
+    "hidden_size": [-1, 0, 1, 2, 3, 64],
     "worker_threads": [-1, 0, 1, 2],
     "lag": [-1, 0, 1, 2, 7],
     "update_epochs": [-1, 0, 1, 2],
