@@ -43,7 +43,7 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     modes: tuple[str, ...] = ("compile",)  # or peers, as in compare.py
     total_timesteps: int = 1_000_000
-    patch: Path | None = None  # of ablations/SCRIPT/, applied to a copy; its name is recorded in place of the mode
+    patch: Path | None = None  # applied to a copy; its name is recorded in place of the mode
     out: Path = RESULTS  # returns.csv, and a file for each curve in curves/, go there
 
 

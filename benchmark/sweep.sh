@@ -25,7 +25,10 @@ run="python benchmark/returns.py" modes="--modes eager compile compile+bf16" jax
 $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
 $run ppo_continuous_action --modes eager
 $run ppo_continuous_action --modes compile eager sbx --seeds 1 --out benchmark/results/race
-for script in td3 sac; do $run ${script}_continuous_action --total-timesteps 200000 $modes; done
+for script in td3 sac; do
+  $run ${script}_continuous_action --total-timesteps 200000 $modes
+  $run ${script}_continuous_action --seeds 1
+done
 $run dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds $(seq 10)
 $run dqn --env-ids Acrobot-v1 --total-timesteps 500000
 memory="--total-timesteps 300000 --env-ids"
@@ -41,6 +44,10 @@ $run ppo_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(se
 $run a2c_device_env --env-ids CartPole-v1 --total-timesteps 5000000 --seeds $(seq 5) $jax
 $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
 for steps in 1000000 2500000; do $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps $steps $modes; done
+long="ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 2500000"
+for mode in eager compile; do
+  $run $long --modes $mode --patch benchmark/schedules/$mode-annealed-over-10M.patch # as published
+done
 $run ppo_atari_multigpu --env-ids Pong-v5 --modes "2 ranks" --seeds 1
 $run ppo_continuous_action_ray
 $run ppo_atari_ray --env-ids Pong-v5

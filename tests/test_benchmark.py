@@ -37,7 +37,7 @@ def test_the_catalog_has_a_row_for_each_script():
 
 
 def test_the_tricks_of_every_pair_can_be_taken_out(tmp_path):
-    """Each patch applies and leaves Python; so do the clocks of phases.py."""
+    """Each patch applies and leaves Python; so do the clocks of phases.py and the published schedule of Atari."""
     pairs = ablate.Args().scripts
     assert set(pairs) == {name for name in CATALOG if f"{name}_torchcompile" in SCRIPTS} | {"ppo_atari_ray"}
     for script in pairs:
@@ -47,6 +47,10 @@ def test_the_tricks_of_every_pair_can_be_taken_out(tmp_path):
             compile(path.read_text(), path, "exec")
         for suffix in ("", "_torchcompile") if script in phases.Args().scripts else ():
             compile(phases.timed((ROOT / "leanrl" / f"{script}{suffix}.py").read_text()), script, "exec")
+    for mode in ("eager", "compile"):
+        patch = ROOT / "benchmark" / "schedules" / f"{mode}-annealed-over-10M.patch"
+        path = ablate.patched("ppo_atari_envpool", mode, patch, tmp_path / mode)
+        assert "remaining = 1 - iteration * batch_size / 10_000_000" in path.read_text()
 
 
 OFF_POLICY_SHORT = {"learning_starts": 50, "total_timesteps": 70}
