@@ -229,6 +229,18 @@ def test_a_rollout_with_one_valid_row_is_no_divergence(own_folder):
 
 
 @pytest.mark.slow
+def test_the_largest_seed_and_a_signal_too_late_to_stop_anything_do_no_harm(own_folder):
+    patch = GREEDY_ON_SCRIPTED_GAMES + (
+        "train, finish_run, signals = script.train, script.finish_run, []\n"
+        "script.train = lambda args: train(args, signals)\n"
+        "def finish_late(*args):\n    signals.append(15)\n    finish_run(*args)\n"
+        "script.finish_run = finish_late\n"
+    )
+    ((code, output),) = run_ranks(1, own_folder, patch, local_num_envs=2, **SIZES, seed=2**63 - 1)
+    assert code == 0 and "to go on" not in output, output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "fault", "flags"),
     [
