@@ -298,9 +298,10 @@ def a2c_loss(batch: dict[str, Array], args: Args) -> tuple[Array, dict[str, Arra
 
 def explained_variance(batch: dict[str, Array]) -> Array:
     """The share () of the returns' variance that the values explain, over valid rows; 1 is perfect."""
-    valid = batch["valid"] > 0
+    weight = batch["valid"] / jnp.maximum(batch["valid"].sum(), 1)
     error = batch["return"] - batch["value"]
-    return 1 - jnp.var(error, where=valid) / jnp.maximum(jnp.var(batch["return"], where=valid), 1e-8)
+    variances = [(weight * (x - (weight * x).sum()) ** 2).sum() for x in (error, batch["return"])]
+    return 1 - variances[0] / jnp.maximum(variances[1], 1e-8)
 
 
 def adam(args: Args) -> optax.GradientTransformation:

@@ -97,6 +97,18 @@ def test_the_jax_script_learns_and_logs_the_same(own_folder, name):
     assert theirs == own
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_explained_variance_is_that_of_pytorch(name):
+    """Where no row counts, too: a rollout may hold resets alone."""
+    generator = torch.Generator().manual_seed(0)
+    batch = {key: torch.randn(5, 4, generator=generator) for key in ("return", "value")}
+    for share in (0.6, 0):
+        batch["valid"] = (torch.rand(5, 4, generator=generator) < share).float()
+        expected = load(name).explained_variance(batch).item()
+        found = load(f"{name}_jax").explained_variance({key: jax.numpy.asarray(x) for key, x in batch.items()})
+        assert float(found) == pytest.approx(expected, abs=1e-5)
+
+
 BAD = [{"env_id": "CartPol-v1"}, {"total_timesteps": 1}, {"gamma": 2.0}, {"num_envs": 0}]
 CASES = [(name, flags) for name in NAMES for flags in BAD] + [("ppo_device_env", {"num_minibatches": 7})]
 
