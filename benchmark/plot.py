@@ -504,6 +504,7 @@ BLOCKS |= {
     "speed cpu-amx": lambda: speed_block("cpu-amx"),
     "speed cpu-avx2": lambda: speed_block("cpu-avx2"),
     "speed cpu-impala": lambda: speed_block("cpu-impala"),
+    "speed cpu-one-worker": lambda: speed_block("cpu-one-worker"),
     "speed cpu-appo": lambda: speed_block("cpu-appo"),
     "speed ppo_device_env": lambda: speed_block("cpu", "ppo_device_env"),
     "speed a2c_device_env": lambda: speed_block("cpu", "a2c_device_env"),

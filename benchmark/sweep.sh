@@ -16,6 +16,9 @@ for of in "impala --update-epochs=1 --no-norm-adv" "appo --update-epochs=2"; do 
   $compare ppo_atari_ray --pairs 2 --steps 24576 --modes compile --flags="--num-minibatches=1 ${of#* }" \
     --external "RLlib=$rllib" --out "benchmark/results/cpu-${of%% *}"
 done
+alone="python leanrl/ppo_atari_envpool_torchcompile.py --compile --env-id Breakout-v5 --total-timesteps {steps} --seed {seed}"
+$compare ppo_atari_ray --pairs 2 --steps 40960 --modes compile --flags="--num-workers=1 --worker-threads=2 --num-steps=128 --lag=0" \
+  --external "in process=$alone" --out benchmark/results/cpu-one-worker
 for tool in phases ablate scale; do python benchmark/$tool.py --out benchmark/results/$tool; done
 for tool in saving steps efficiency; do python benchmark/$tool.py; done
 python benchmark/scans.py --out benchmark/results/scans.json
