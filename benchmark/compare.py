@@ -299,10 +299,11 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     with bar as progress, tempfile.TemporaryDirectory() as caches:
         threads = {mode: best_threads(Run(script, mode, seed=1, **about), progress) for mode in tried}
         for seed in range(1, args.pairs + 1):
-            turn = [
-                Run(script, m, seed=seed, threads=args.threads or threads.get(m), cache=Path(caches, m), **about)
-                for m in chosen
-            ]
+            turn = []
+            for mode in chosen:
+                cache = Path(caches, mode.replace(" ", "-"))  # the compiler of C++ is called with this path unquoted
+                run_threads = args.threads or threads.get(mode)
+                turn.append(Run(script, mode, seed=seed, threads=run_threads, cache=cache, **about))
             results = measure(*turn, progress=progress)
             for name, command in externals.items():
                 progress.set_postfix_str(name)

@@ -168,6 +168,20 @@ def test_summary_pairs_the_slices():
     assert "GPU" not in table and "comm" not in table  # no column without content
 
 
+def test_each_mode_has_a_cache_of_its_own_that_a_compiler_takes(monkeypatch, tmp_path):
+    runs = []
+
+    def spied(*turn, progress):
+        runs.extend(turn)
+        raise Trained
+
+    monkeypatch.setattr(compare, "measure", spied)
+    with pytest.raises(Trained):
+        compare.main(compare.Args(scripts=("ppo_atari_multigpu",), out=tmp_path))
+    names = {run.cache.name for run in runs}
+    assert len(names) == len(runs) > 2 and not any(" " in name for name in names)
+
+
 def test_the_first_start_is_cold_and_the_others_are_warm():
     starts = [30.0, 4.0, 5.0]
     (row,) = compare.summarise({"compile": [{"rates": [1.0], "startup_seconds": seconds} for seconds in starts]})
