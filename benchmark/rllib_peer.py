@@ -10,6 +10,9 @@ game, the number of envs and the length of a rollout are those of ppo_atari_ray.
 import argparse
 import os
 
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on the loopback interface only
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
 import envpool
 import gymnasium as gym
 import numpy as np
@@ -73,15 +76,17 @@ def main():
         .training(**learning, entropy_coeff=0.01, vf_loss_coeff=0.5)
         .rl_module(model_config=DefaultModelConfig(**network))
         .debugging(seed=args.seed)
-        .reporting(min_time_s_per_iteration=5)
+        .reporting(min_time_s_per_iteration=1)
     )
     algorithm = config.build_algo()
     parameters = sum(p.numel() for p in algorithm.get_module().parameters())
     assert parameters == 1_686_693 - 513, parameters  # those of AtariAgent for four actions; players have no value
     steps = 0
     while steps < args.steps:
-        learned = algorithm.train().get("learners", {}).get("__all_modules__", {})
-        steps = learned.get("num_env_steps_trained_lifetime", 0)
+        result = algorithm.train()
+        learned = result.get("learners", {}).get("__all_modules__", {}).get("num_env_steps_trained_lifetime", 0)
+        sampled = result.get("env_runners", {}).get("num_env_steps_sampled_lifetime", 0)
+        steps = min(learned, sampled)  # APPO counts a step each time that it learns from it
     algorithm.stop()
 
 

@@ -6,7 +6,11 @@ The numbers are those of the workers and of the milliseconds that a step takes. 
 environment that ./run.sh rllib makes.
 """
 
+import os
 import sys
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on the loopback interface only
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import gymnasium as gym
 import ray
