@@ -14,7 +14,7 @@ To learn the algorithm, read vtrace(), ppo_loss() and train(); how the work is s
 Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N, A = number of actions.
 Differences from IMPALA:
 1. The ratio that PPO clips is to the policy at the start of the batch; V-trace corrects for the one that played.
-2. With --lag 1, all rollouts but the first come from the policy of one update before: every run gives the same bits.
+2. With --lag 1, a rollout comes from the policy of one update before, and every run gives the same bits.
 3. --update-epochs 1 --num-minibatches 1 --no-norm-adv makes the loss IMPALA's, --first-come the order of rollouts.
 """
 
@@ -82,7 +82,7 @@ class Args:
 
     ray_address: str | None = None  # cluster to join: auto, or the head's host:port; default: only this machine
     worker_threads: int = 1  # threads of each worker, for its envs and its policy
-    worker_timeout: float = 300.0  # a worker that takes more seconds than this for a rollout is started again
+    worker_timeout: float = 300.0  # seconds for a rollout; a worker is started again if lag + 1 of them take longer
     lag: int = 1  # updates between the policy that plays and the one that learns; 0: the workers wait
     first_come: bool = False  # learn from whichever rollouts are ready, in no fixed order, as IMPALA does
     max_lag: int = 8  # drop a rollout whose policy is more updates old than this, with --first-come
@@ -317,6 +317,7 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to its makers
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # under `uv run`, workers would get other packages
     handler = signal.getsignal(signal.SIGTERM)
     try:
         import ray
@@ -328,7 +329,7 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
                 if address == "auto":
                     address = ray._private.services.get_ray_address_from_environment("auto", None)
                 host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port)), timeout=10).close()
+                socket.create_connection((host, port), timeout=10).close()
             else:
                 settings |= {"num_cpus": max(args.num_workers, os.cpu_count())}
                 settings |= {"object_store_memory": bytes_needed + 100 * 2**20}
@@ -522,6 +523,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     num_iterations = args.total_timesteps // batch_size
     if num_iterations < 1:
         fail(f"--total-timesteps must be at least {batch_size}, a rollout.")
+    if args.first_come and args.lag > args.max_lag:
+        fail("--lag must be at most --max-lag, or --first-come would drop what it has waited for.")
     if N > 10_000:
         fail("more than 10,000 envs would share random streams with those of other seeds.")
     if minibatch_size < 2 or batch_size % args.num_minibatches:
@@ -558,7 +561,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             hangs = time.monotonic() > kill_at
             for w, error in errors.items():
                 if isinstance(error, ray.exceptions.ActorDiedError) or time.monotonic() > deadline:
-                    sys.exit(f"error: worker {w} does not start: {' '.join(str(error).split())[-300:]}")
+                    free = f"{ray.available_resources().get('CPU', 0):.0f} CPUs of the cluster are free"
+                    sys.exit(f"error: worker {w} does not start; {free}: {' '.join(str(error).split())[-300:]}")
                 if hangs and not isinstance(error, TimeoutError):  # it hung while it started, and Ray waits for it
                     ray.kill(workers[w], no_restart=False)
             if hangs:

@@ -9,7 +9,7 @@
 
     python leanrl/ppo_continuous_action_ray_torchcompile.py --num-workers 2 --envs-per-worker 8 --compile --cudagraphs
 
-The algorithm is that of ppo_continuous_action_torchcompile.py; with one worker, on a CPU, results are equal bits.
+The algorithm is that of ppo_continuous_action_torchcompile.py; with one worker and one group, on a CPU, to the bit.
 Plain twin: ppo_continuous_action_ray.py. docs/performance.md explains each perf[name].
 To learn how the work is spread, read Rollout, Simulators, collect() and train(). The rest is plumbing.
 Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N; O, A = sizes of an observation and
@@ -439,6 +439,7 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to its makers
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # under `uv run`, workers would get other packages
     handler = signal.getsignal(signal.SIGTERM)
     try:
         import ray
@@ -450,7 +451,7 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
                 if address == "auto":
                     address = ray._private.services.get_ray_address_from_environment("auto", None)
                 host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port)), timeout=10).close()
+                socket.create_connection((host, port), timeout=10).close()
             else:
                 settings |= {"num_cpus": max(args.num_workers, os.cpu_count())}
                 settings |= {"object_store_memory": bytes_needed + 100 * 2**20}
@@ -712,7 +713,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             hangs = time.monotonic() > kill_at
             for w, error in errors.items():
                 if isinstance(error, ray.exceptions.ActorDiedError) or time.monotonic() > deadline:
-                    sys.exit(f"error: worker {w} does not start: {' '.join(str(error).split())[-300:]}")
+                    free = f"{ray.available_resources().get('CPU', 0):.0f} CPUs of the cluster are free"
+                    sys.exit(f"error: worker {w} does not start; {free}: {' '.join(str(error).split())[-300:]}")
                 if hangs and not isinstance(error, TimeoutError):  # it hung while it started, and Ray waits for it
                     ray.kill(workers[w], no_restart=False)
             if hangs:

@@ -126,6 +126,10 @@ def cluster_resources() -> dict[str, float]:
     return {"CPU": 4.0}
 
 
+def available_resources() -> dict[str, float]:
+    return {"CPU": 3.0}
+
+
 def nodes() -> list[dict]:
     return [{"NodeID": "here", "Alive": True, "Resources": {"object_store_memory": 2e9}}]
 

@@ -128,8 +128,9 @@ def test_the_calculator_of_the_page_gives_the_figures_of_the_page():
     assert defaults["latency"].default == pytest.approx(fit["latency_ms"] / 1000, rel=0.1)
     assert defaults["cost"].default == pytest.approx(fit["cost_ms"] / 1000, rel=0.1)
     cheetah = limits(100, 48, 0.01, 2048, 200, learner=1e5)
-    steps = cheetah["simulators, none of which waits"]
-    assert f"{steps:,.0f} steps a second, in {steps / 2048:.0f} calls of 2,048 steps" in page
+    steps = cheetah["simulators, which all wait for the slowest"]
+    assert f"{steps:,.0f} steps a second while sampling, with 2,048 steps a call" in " ".join(page.split())
+    assert f"leaves {1 / (1 / steps + 1 / 1e5):,.0f} of both together" in " ".join(page.split())
     assert min(cheetah, key=cheetah.get) == "learner"
     figures = [limits(1, 1, 1, 1, size, 1, updates=0)["network"] for size in (7056, 4 * 7056)]
     assert [round(figure, -3) for figure in figures] == [177_000, 44_000] and "carry 177,000 or 44,000 steps" in page

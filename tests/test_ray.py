@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -151,7 +150,7 @@ def test_a_worker_that_never_starts_ends_the_run(monkeypatch, local, name):
     clock = SimpleNamespace(**vars(time) | {"monotonic": lambda: next(seconds), "sleep": lambda _: None})
     monkeypatch.setattr(script, "time", clock)
     local.lost.update(dict.fromkeys(range(1, 1000), DIED))
-    with pytest.raises(SystemExit, match="worker . does not start: the worker died"):
+    with pytest.raises(SystemExit, match="worker . does not start; 3 CPUs of the cluster are free: the worker died"):
         train(monkeypatch, name, **problem(name) | TWO_WORKERS | {"worker_timeout": 5.0})
 
 
@@ -170,7 +169,7 @@ def test_a_worker_that_hangs_while_it_starts_is_killed(monkeypatch, local, name)
 @pytest.mark.parametrize("name", RAY)
 def test_a_worker_that_cannot_start_ends_the_run_at_once(monkeypatch, local, name):
     local.lost[1] = local.ActorDiedError("No module named 'my_envs'")
-    with pytest.raises(SystemExit, match="worker 0 does not start: No module named 'my_envs'"):
+    with pytest.raises(SystemExit, match="worker 0 does not start; .* free: No module named 'my_envs'"):
         train(monkeypatch, name, **tiny(name))
     assert len(local.calls) == 1
 
@@ -269,19 +268,21 @@ def test_without_a_lag_it_is_ppo(monkeypatch, local, quadrants, name):
     assert run.metrics["ratio"] == pytest.approx(1, abs=1e-6) and run.metrics["lag_max"] == 0
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("name", ATARI)
+@pytest.mark.parametrize(("name", "lag"), [*itertools.product(ATARI, [0, 1]), (ATARI[0], 2)])
 def test_a_lag_costs_no_reproducibility(monkeypatch, local, quadrants, name, lag):
     """Not between runs and, but for rounding, not between one worker and two; a rollout is `lag` updates behind."""
     torch.set_default_dtype(torch.float64)
     flags = tiny(name) | GAME | {"lag": lag, "total_timesteps": 256}
     one = train(monkeypatch, name, **flags)
     assert same(one, train(monkeypatch, name, **flags))
-    two = train(monkeypatch, name, **flags | {"num_workers": 2, "envs_per_worker": 2})
+    flags_of_two = flags | {"num_workers": 2, "envs_per_worker": 2}
+    two = train(monkeypatch, name, **flags_of_two)
+    assert lag != 1 or same(two, train(monkeypatch, name, **flags_of_two))
     assert largest_difference(one, two) < 2e-5  # kernels round by the size of their batch; logprob is in float32
     assert one.metrics["episodic_return"] == two.metrics["episodic_return"] is not None
     events = EventAccumulator(str(one.run_dir)).Reload()
-    assert [e.value for e in events.Scalars("charts/lag_max")] == [min(i, lag) for i in range(4)]
+    for tag in ("charts/lag_mean", "charts/lag_max"):
+        assert [e.value for e in events.Scalars(tag)] == [min(i, lag) for i in range(4)]
     if lag:
         assert one.metrics["ratio"] != 1 and largest_difference(one, train(monkeypatch, name, **flags | SYNC)) > 1e-3
 
@@ -428,6 +429,7 @@ REFUSED = {
 REFUSED_GAMES = {
     "unknown game": ({"env_id": "Breakot-v5"}, "Breakout-v5"),
     "a negative lag": ({"lag": -1}, "--lag must be at least 0"),
+    "a lag that is dropped": ({"first_come": True, "lag": 9}, "--lag must be at most --max-lag"),
 }
 for case in ("more workers than cores", "sizes that do not divide", "less than a rollout", "no worker"):
     REFUSED_GAMES[case] = REFUSED[case]
@@ -509,6 +511,17 @@ def test_compile_computes_the_same_in_whole_graphs_without_recompiling(monkeypat
 
 
 SMALL = {"env_id": "Pendulum-v1", "num_workers": 2, "envs_per_worker": 1, "num_steps": 64, "num_minibatches": 2}
+STARTED = []  # by start()
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind():
+    """Neither a run nor Ray's processes, whatever a test has found."""
+    yield
+    for process in STARTED:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    STARTED.clear()
 
 
 def environment() -> dict[str, str]:
@@ -523,7 +536,8 @@ def start(name: str, **flags) -> subprocess.Popen:
     command = [sys.executable, ROOT / "leanrl" / f"{name}.py", "--no-cuda", *words]
     env = environment()
     del env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], env["RAY_worker_niceness"]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
+    STARTED.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True))
+    return STARTED[-1]
 
 
 def summary(script: str) -> dict:
@@ -567,8 +581,7 @@ def addresses_that_listen(driver: int) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTINUOUS[:1])
-def test_on_ray_itself_a_run_computes_the_same_and_survives_its_workers(monkeypatch, name):
-    """One that dies, and one that hangs."""
+def test_on_ray_itself_a_run_computes_the_same(monkeypatch, name):
     one = {key: value for key, value in SMALL.items() if key not in ("num_workers", "envs_per_worker")}
     alone_run = train(monkeypatch, alone(name), **one, num_envs=2, total_timesteps=512)
     process = start(name, **SMALL | {"act_on": "learner", "total_timesteps": 512})
@@ -576,20 +589,33 @@ def test_on_ray_itself_a_run_computes_the_same_and_survives_its_workers(monkeypa
     assert process.returncode == 0, errors
     timed = dict.fromkeys(("SPS", "startup_seconds"))
     assert summary(name)["metrics"] | timed == alone_run.metrics | timed | {"lost_workers": 0}
-    shutil.rmtree("runs")
-    process = start(name, **SMALL | {"total_timesteps": 160 * 512, "num_steps": 256, "worker_timeout": 4.0})
+
+
+KILLED = {
+    "ppo_continuous_action_ray": SMALL | {"total_timesteps": 160 * 512, "num_steps": 256},
+    "ppo_atari_ray_torchcompile": SMALL | {"env_id": "Breakout-v5", "num_steps": 16, "total_timesteps": 200 * 32},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KILLED)
+def test_on_ray_itself_a_run_survives_its_workers(name):
+    """One that dies, and one that hangs."""
+    process = start(name, **KILLED[name] | {"worker_timeout": 4.0})
+    players = "FramePlayers" if name in ATARI else "Simulators"
     have_worked = set()  # one that hangs while it starts would not be counted
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        while len(workers := [x for x in processes("Simulators", process.pid) if x in have_worked]) < 2:
+        while len(workers := [x for x in processes(players, process.pid) if x in have_worked]) < 2:
             assert process.poll() is None, process.stderr.read()
-            have_worked.update(processes("Simulators.rollout", process.pid))  # Ray writes the method behind the class
+            have_worked.update(processes(f"{players}.rollout", process.pid))  # Ray writes the method behind the class
         os.kill(workers[-1], number)
         time.sleep(1)  # a process that is killed is there for a moment
         have_worked.remove(workers[-1])
     errors = process.communicate(timeout=200)[1]
     assert process.returncode == 0, errors
-    assert summary(name)["metrics"]["lost_workers"] == errors.count("warning: worker") >= 2
-    assert summary(name)["metrics"]["global_step"] == 160 * 512
+    metrics = summary(name)["metrics"]
+    assert metrics.get("lost_workers", metrics.get("lost_rollouts")) == errors.count("warning: worker") >= 2
+    assert metrics["global_step"] == KILLED[name]["total_timesteps"]
 
 
 ON_RAY = """
@@ -606,7 +632,8 @@ print(json.dumps([metrics, memory_summary(address, stats_only=True)]))
 def test_on_ray_itself_a_lag_gives_the_same_bits_and_nothing_is_spilled(monkeypatch, local):
     """As with calls in one process; and whoever imports the script may train with it."""
     name = ATARI[0]
-    flags = tiny(name) | {"num_workers": 2, "envs_per_worker": 2, "num_steps": 32, "total_timesteps": 1024}
+    flags = tiny(name) | {"num_workers": 2, "envs_per_worker": 2, "num_steps": 32, "update_epochs": 1}
+    flags |= {"num_minibatches": 1, "total_timesteps": 36 * 128}  # 134 MB in all, more than the store has
     here = train(monkeypatch, name, **flags)
     command = [sys.executable, "-c", ON_RAY.format(name=name), json.dumps(flags)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
@@ -693,7 +720,7 @@ def test_a_cluster_that_is_not_there_gets_a_sentence(monkeypatch, address):
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         process = start("ppo_atari_ray", ray_address=address)
         errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 2 and f"error: cannot start Ray, or join {address}: " in errors, errors
+    assert process.returncode == 2 and f"error: cannot start Ray, or join {address}: [Errno" in errors, errors
 
 
 def test_an_asynchronous_run_learns(monkeypatch, local, quadrants, name="ppo_atari_ray_torchcompile"):
