@@ -492,7 +492,8 @@ def ray_block() -> str:
     envs = ", ".join(f"{report['envs'][str(milliseconds)]} at {milliseconds:,} ms" for milliseconds in steps)
     where = report["machine"]
     where = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date']}, commit {where['commit']}"
-    text = f"Share of the time of sampling in which simulators work, which sleep for a step; envs of a worker: {envs} ({where})."
+    text = "Share of the time of sampling in which simulators work, which sleep for a step; "
+    text += f"envs of a worker: {envs} ({where})."
     if fit := report.get("fit"):
         text += f" For one env a call, the formula fits with l = {fit['latency_ms']:.2f} ms, "
         text += f"c = {fit['cost_ms']:.2f} ms (rms error {fit['rms']:.1%})."
