@@ -591,9 +591,10 @@ def test_on_ray_itself_a_run_computes_the_same(monkeypatch, name):
     assert summary(name)["metrics"] | timed == alone_run.metrics | timed | {"lost_workers": 0}
 
 
+SHORT = SMALL | {"update_epochs": 1, "worker_timeout": 4.0}
 KILLED = {
-    "ppo_continuous_action_ray": SMALL | {"total_timesteps": 160 * 512, "num_steps": 256},
-    "ppo_atari_ray_torchcompile": SMALL | {"env_id": "Breakout-v5", "num_steps": 16, "total_timesteps": 200 * 32},
+    "ppo_continuous_action_ray": SHORT | {"total_timesteps": 80 * 512, "num_steps": 256},
+    "ppo_atari_ray_torchcompile": SHORT | {"env_id": "Breakout-v5", "num_steps": 16, "total_timesteps": 100 * 32},
 }
 
 
@@ -601,7 +602,7 @@ KILLED = {
 @pytest.mark.parametrize("name", KILLED)
 def test_on_ray_itself_a_run_survives_its_workers(name):
     """One that dies, and one that hangs."""
-    process = start(name, **KILLED[name] | {"worker_timeout": 4.0})
+    process = start(name, **KILLED[name])
     players = "FramePlayers" if name in ATARI else "Simulators"
     have_worked = set()  # one that hangs while it starts would not be counted
     for number in (signal.SIGKILL, signal.SIGSTOP):
