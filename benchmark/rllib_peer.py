@@ -11,7 +11,6 @@ import argparse
 import os
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on the loopback interface only
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import envpool
 import gymnasium as gym

@@ -10,7 +10,6 @@ import os
 import sys
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on the loopback interface only
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import gymnasium as gym
 import ray

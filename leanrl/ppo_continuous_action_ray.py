@@ -427,7 +427,6 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
     if args.ray_address is None:  # Ray reads the first when it is imported, its workers the second when they start
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to its makers
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # under `uv run`, workers would get other packages
     handler = signal.getsignal(signal.SIGTERM)
     try:

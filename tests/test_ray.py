@@ -25,7 +25,7 @@ import torch
 from catalog import row
 from conftest import RAY, ROOT, QuadrantPool, ScriptedPool, close_writers, largest_difference, load, tiny, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_scripted_env import record
+from test_scripted_env import DONE, OBS, REWARD, TERMINATED, VALID, record
 from torch._dynamo.utils import counters
 
 CONTINUOUS = [name for name in RAY if "continuous" in name]
@@ -143,15 +143,16 @@ def test_workers_that_are_lost_again_and_again_end_the_run(monkeypatch, local, n
         train(monkeypatch, name, **problem(name) | TWO_WORKERS | where)
 
 
-@pytest.mark.parametrize("name", CONTINUOUS[:1])
-def test_a_worker_that_never_starts_ends_the_run(monkeypatch, local, name):
+@pytest.mark.parametrize("first", [1, 5])  # at the start, or after a loss, as when no CPU is free
+@pytest.mark.parametrize("name", RAY)
+def test_a_worker_that_never_starts_ends_the_run(monkeypatch, local, name, first):
     script = load(name)
-    seconds = iter(range(1000))
+    seconds = iter(range(10_000))
     clock = SimpleNamespace(**vars(time) | {"monotonic": lambda: next(seconds), "sleep": lambda _: None})
     monkeypatch.setattr(script, "time", clock)
-    local.lost.update(dict.fromkeys(range(1, 1000), DIED))
+    local.lost.update(dict.fromkeys(range(first, 10_000), DIED))
     with pytest.raises(SystemExit, match="worker . does not start; 3 CPUs of the cluster are free: the worker died"):
-        train(monkeypatch, name, **problem(name) | TWO_WORKERS | {"worker_timeout": 5.0})
+        train(monkeypatch, name, **tiny(name) | TWO_WORKERS | {"worker_timeout": 5.0})
 
 
 @pytest.mark.parametrize("name", RAY)
@@ -360,6 +361,40 @@ def test_vtrace_is_the_sum_of_the_paper(name, function):
     _, advantage = getattr(script, function)(torch.ones(9, 5), reward, value, terminated, done, script.Args(gamma=0.9))
     gae = load("ppo_atari_envpool").gae(reward, value, terminated, done, 0.9, 0.95)
     torch.testing.assert_close(advantage, gae)
+
+
+@pytest.mark.parametrize("name", ATARI)
+def test_vtrace_over_episodes_known_in_advance(monkeypatch, local, name):
+    """Espeholt et al. 2018, remark 1, as a recursion in float64 over the rows of test_scripted_env.py."""
+    script, played, lam, gamma = load(name), [], 0.5, 0.75
+    collect = script.collect
+
+    def spied_collect(*args):
+        results = collect(*args)
+        played.extend(result["logprob"] for result in results if isinstance(result, dict))
+        return results
+
+    monkeypatch.setattr(script, "collect", spied_collect)
+    sizes = {"num_workers": 1, "envs_per_worker": 1, "num_steps": 5, "total_timesteps": 10, "learning_rate": 0.05}
+    flags = {"gamma": gamma, "gae_lambda": lam, "rho_clip": 0.95, "c_clip": 0.95, "anneal_lr": False}
+    calls, batches, _ = record(monkeypatch, name, **sizes | flags)
+    last_value = [120, 310]  # of what follows OBS
+    for i, (ratio, *_, target, advantage) in enumerate(calls):
+        ratios = (batches[i]["logprob"] - torch.tensor(played[i]).flatten()).exp()
+        torch.testing.assert_close(ratio.flatten(), ratios)
+        value = [100 * e + 10 * s for _, e, s in OBS[i]] + [last_value[i]]
+        error, targets, advantages = 0.0, [], []  # target - value of the row that follows
+        for t in reversed(range(5)):
+            rho = min(0.95, ratios[t].item())  # and c, but for lambda
+            bootstrap = gamma * (1 - TERMINATED[i][t]) * value[t + 1]
+            following = gamma * (1 - DONE[i][t]) * error
+            advantages.append(rho * (REWARD[i][t] + bootstrap + lam * following - value[t]))
+            error = rho * (REWARD[i][t] + bootstrap - value[t]) + lam * rho * following
+            targets.append(value[t] + error)
+        for given, kept, by_hand in ((target, "return", targets), (advantage, "advantage", advantages)):
+            assert given.flatten().tolist() == batches[i][kept].tolist() == pytest.approx(by_hand[::-1], rel=1e-5)
+        assert batches[i]["valid"].tolist() == VALID[i]
+    assert (ratios < 0.95).any() and (ratios > 0.95).any() and len(calls) == 2
 
 
 def test_one_update_of_everything_is_impala():
@@ -592,8 +627,9 @@ def test_on_ray_itself_a_run_computes_the_same(monkeypatch, name):
 
 
 SHORT = SMALL | {"update_epochs": 1, "worker_timeout": 4.0}
+IN_TWO_GROUPS = {"act_on": "learner", "env_groups": 2, "envs_per_worker": 2}
 KILLED = {
-    "ppo_continuous_action_ray": SHORT | {"total_timesteps": 80 * 512, "num_steps": 256},
+    "ppo_continuous_action_ray": SHORT | IN_TWO_GROUPS | {"num_steps": 256, "total_timesteps": 16 * 1024},
     "ppo_atari_ray_torchcompile": SHORT | {"env_id": "Breakout-v5", "num_steps": 16, "total_timesteps": 100 * 32},
 }
 
@@ -603,12 +639,12 @@ KILLED = {
 def test_on_ray_itself_a_run_survives_its_workers(name):
     """One that dies, and one that hangs."""
     process = start(name, **KILLED[name])
-    players = "FramePlayers" if name in ATARI else "Simulators"
+    players, method = ("FramePlayers", "rollout") if name in ATARI else ("Simulators", "step")
     have_worked = set()  # one that hangs while it starts would not be counted
     for number in (signal.SIGKILL, signal.SIGSTOP):
         while len(workers := [x for x in processes(players, process.pid) if x in have_worked]) < 2:
             assert process.poll() is None, process.stderr.read()
-            have_worked.update(processes(f"{players}.rollout", process.pid))  # Ray writes the method behind the class
+            have_worked.update(processes(f"{players}.{method}", process.pid))  # Ray writes the method behind the class
         os.kill(workers[-1], number)
         time.sleep(1)  # a process that is killed is there for a moment
         have_worked.remove(workers[-1])
@@ -652,7 +688,7 @@ def test_on_ray_itself_a_lag_gives_the_same_bits_and_nothing_is_spilled(monkeypa
 def test_a_signal_ends_a_run_on_ray_in_order(send, number, name="ppo_atari_ray"):
     """It saves, says how to go on, and leaves no process behind. Nobody else may connect, or goes before a worker.
 
-    A terminal sends Ctrl-C to Ray's processes, too.
+    Nothing is reported to Ray's makers. A terminal sends Ctrl-C to Ray's processes, too.
     """
     process = start(name, env_id="Breakout-v5", num_steps=16, num_workers=2, envs_per_worker=1)
     while len(workers := processes("Players", process.pid)) < 2 or not list(Path("runs").glob("*/events*")):
@@ -662,6 +698,8 @@ def test_a_signal_ends_a_run_on_ray_in_order(send, number, name="ppo_atari_ray")
     listening = addresses_that_listen(process.pid)
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}  # of IPv4 and 6
     assert listening and listening <= loopback
+    [store] = [path for path in descendants(process.pid) if b"gcs_server" in path.joinpath("cmdline").read_bytes()]
+    assert b"RAY_USAGE_STATS_ENABLED=0" in store.joinpath("environ").read_bytes().split(b"\0")
     assert {os.getpriority(os.PRIO_PROCESS, worker) for worker in workers} == {os.getpriority(os.PRIO_PROCESS, 0)}
     send(process.pid, number)
     errors = process.communicate(timeout=100)[1]

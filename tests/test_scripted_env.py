@@ -20,16 +20,18 @@ OBS = [  # (env, episode, step)
 
 
 def record(monkeypatch, name: str, **args):
-    """Trains with the normalisers off and a known critic, V(s) = 100 episode + 10 step; returns what GAE was given and
-    gave, and the rows of the batches in the order in which the env made them."""
+    """Trains with the normalisers off and a known critic, V(s) = 100 episode + 10 step; returns what GAE or V-trace was
+    given and gave, and the rows of the batches in the order in which the env made them."""
     script, calls, batches = load(name), [], []
-    gae_name = "gae" if hasattr(script, "gae") else "gae_scan"
-    agent = script.AtariAgent if name in ATARI else script.Agent
+    gae_name = next(function for function in ("gae", "gae_scan", "vtrace", "vtrace_scan") if hasattr(script, function))
+    atari = hasattr(script, "AtariAgent")
+    agent = script.AtariAgent if atari else script.Agent
     original_gae, original_loss, original_forward = getattr(script, gae_name), script.ppo_loss, agent.forward
 
     def spied_gae(*inputs):
         result = original_gae(*inputs)
-        calls.append([x.clone() if isinstance(x, torch.Tensor) else x for x in (*inputs, result)])
+        results = result if isinstance(result, tuple) else [result]
+        calls.append([x.clone() if isinstance(x, torch.Tensor) else x for x in (*inputs, *results)])
         return result
 
     def spied_loss(logprob, entropy, value, batch, args):
@@ -38,14 +40,14 @@ def record(monkeypatch, name: str, **args):
 
     def known_value(self, obs):
         *policy, value = original_forward(self, obs)
-        seen = obs[:, 0, 0, :3].float() if name in ATARI else obs
+        seen = obs[:, 0, 0, :3].float() if atari else obs
         return *policy, value * 0 + 100 * seen[..., 1] + 10 * seen[..., 2]
 
     with monkeypatch.context() as patch:
         patch.setattr(script, gae_name, spied_gae)
         patch.setattr(script, "ppo_loss", spied_loss)
         patch.setattr(agent, "forward", known_value)
-        if name in ATARI:
+        if atari:
             patch.setattr(script, "make_envs", ScriptedPool)
         else:
             patch.setattr(script, "normalize_obs", lambda stats, obs: obs)
