@@ -15,7 +15,7 @@ Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * 
 Differences from IMPALA:
 1. The ratio that PPO clips is to the policy at the start of the batch; V-trace corrects for the one that played.
 2. With --lag 1, a rollout comes from the policy of one update before, and every run gives the same bits.
-3. --update-epochs 1 --num-minibatches 1 --no-norm-adv makes the loss IMPALA's, --first-come the order of rollouts.
+3. --update-epochs 1 --num-minibatches 1 --no-norm-adv --gae-lambda 1 make the loss IMPALA's.
 """
 
 import ctypes
@@ -577,12 +577,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return [Call(w, workers[w].rollout.remote(policy, part), version, now) for w, part in zip(numbers, parts)]
 
     def next_call() -> Call:
-        """The oldest call, or with --first-come one that is ready, unless the oldest is late."""
-        if args.first_come:
-            ready, _ = ray.wait([call.result for call in pending], timeout=args.worker_timeout)
-            if ready and time.monotonic() < pending[0].since + args.worker_timeout * (args.lag + 1):
-                return next(call for call in pending if call.result == ready[0])
-        return pending[0]
+        """The first call, or with --first-come one that is ready, unless the oldest is late."""
+        if not args.first_come:
+            return pending[0]
+        oldest = min(pending, key=lambda call: call.since)
+        ready, _ = ray.wait([call.result for call in pending], timeout=args.worker_timeout)
+        if ready and time.monotonic() < oldest.since + args.worker_timeout * (args.lag + 1):
+            return next(call for call in pending if call.result == ready[0])
+        return oldest
 
     def receive() -> list[tuple[Call, dict]]:
         """As many rollouts as there are workers, which make a batch."""
@@ -599,8 +601,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 message = f"warning: worker {call.worker} was lost: {' '.join(str(rollout).split())[:300]}"
                 progress.write(message, sys.stderr)
                 if lost > lost_before + MOST_LOSSES * W:
-                    lost_now = lost - lost_before
-                    sys.exit(f"error: workers were lost {lost_now} times in one rollout. Earlier checkpoints are kept.")
+                    sys.exit(f"error: workers were lost {lost - lost_before} times in one rollout.")
                 seeds = np.random.SeedSequence([args.seed, global_step, lost]).generate_state(N) // 2
                 reset([call.worker], seeds.tolist())
                 # ask again, also for what the worker was to do afterwards, in the same places
@@ -668,7 +669,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     marks = [(time.perf_counter(), global_step)]
     interval = args.checkpoint_interval or math.inf
     saved_at = global_step
-    lost = 0  # rollouts whose worker had to be started again
+    lost = 0  # workers that had to be started again
     dropped = 0  # rollouts of a policy that was too old
     path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
     for iteration in range(first_iteration, num_iterations):
@@ -721,7 +722,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         metrics = report(losses, parameters, [reward], last_returns, marks, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         lags = [version - 1 - call.version for call in calls]
-        counts = {"lag_mean": np.mean(lags), "lag_max": max(lags), "lost_rollouts": lost, "dropped_rollouts": dropped}
+        counts = {"lag_mean": np.mean(lags), "lag_max": max(lags), "lost_workers": lost, "dropped_rollouts": dropped}
         counts["share_waited"] = seconds_waited / (marks[-1][0] - marks[-2][0])
         for name, count in counts.items():
             writer.add_scalar(f"charts/{name}", count, global_step)

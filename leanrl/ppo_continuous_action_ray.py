@@ -684,9 +684,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         lost += 1
         progress.write(f"warning: worker {worker} was lost: {' '.join(str(error).split())[:300]}", sys.stderr)
         if lost > lost_before + MOST_LOSSES * W:
-            sys.exit(
-                f"error: workers were lost {lost - lost_before} times in one rollout. Earlier checkpoints are kept."
-            )
+            sys.exit(f"error: workers were lost {lost - lost_before} times in one rollout.")
         seeds = np.random.SeedSequence([args.seed, global_step, lost]).generate_state(N).tolist()
         reset([worker], seeds, cut_off=True)
 

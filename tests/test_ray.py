@@ -309,7 +309,7 @@ def test_lost_rollouts_are_asked_for_again(monkeypatch, local, quadrants, name, 
     flags = tiny(name) | GAME | {"num_workers": 2, "envs_per_worker": 2}
     local.lost[7] = error  # two resets, two rounds of rollouts; the first of worker 0 of the third round
     run = train(monkeypatch, name, **flags)
-    assert run.metrics["lost_rollouts"] == 1 and run.metrics["global_step"] == 512
+    assert run.metrics["lost_workers"] == 1 and run.metrics["global_step"] == 512
     first, second = (actor for actor, _ in local.calls[:2])
     rounds = [first, second] * 4  # of rollouts, up to that in which the loss comes to light
     expected = [first, second, *rounds, first, first, first, *[first, second] * 6]  # a reset, and what it was to do
@@ -361,6 +361,11 @@ def test_vtrace_is_the_sum_of_the_paper(name, function):
     _, advantage = getattr(script, function)(torch.ones(9, 5), reward, value, terminated, done, script.Args(gamma=0.9))
     gae = load("ppo_atari_envpool").gae(reward, value, terminated, done, 0.9, 0.95)
     torch.testing.assert_close(advantage, gae)
+    args = script.Args(gamma=0.9, gae_lambda=1.0)
+    target, advantage = getattr(script, function)(ratio, reward, value, terminated, done, args)
+    following = torch.cat([target[1:], value[-1:]])
+    following = torch.where(done > 0, (1 - terminated) * value[1:], following)
+    torch.testing.assert_close(advantage, ratio.clamp(max=1) * (reward + 0.9 * following - value[:-1]))  # IMPALA's
 
 
 @pytest.mark.parametrize("name", ATARI)
@@ -520,7 +525,7 @@ def test_a_worker_that_dies_while_nobody_waits_is_counted(monkeypatch, local, na
     flags = tiny(name) | where
     local.restarted.add(len(local.calls) + 2 * flags["num_workers"] + 1)  # after a reset and a rollout, or a step
     run = train(monkeypatch, name, **flags)
-    assert [run.metrics[key] for key in ("lost_workers", "lost_rollouts") if key in run.metrics] == [1]
+    assert run.metrics["lost_workers"] == 1
 
 
 @pytest.mark.parametrize("name", RAY)
@@ -651,7 +656,7 @@ def test_on_ray_itself_a_run_survives_its_workers(name):
     errors = process.communicate(timeout=200)[1]
     assert process.returncode == 0, errors
     metrics = summary(name)["metrics"]
-    assert metrics.get("lost_workers", metrics.get("lost_rollouts")) == errors.count("warning: worker") >= 2
+    assert metrics["lost_workers"] == errors.count("warning: worker") >= 2
     assert metrics["global_step"] == KILLED[name]["total_timesteps"]
 
 
@@ -747,7 +752,7 @@ def test_a_run_survives_a_machine(name):
     assert process.returncode == 0, process.stderr
     [line] = [line for line in process.stdout.splitlines() if line.startswith("{")]
     metrics = json.loads(line)
-    assert metrics["global_step"] == 16 * 20 and metrics.get("lost_workers", metrics.get("lost_rollouts")) >= 1
+    assert metrics["global_step"] == 16 * 20 and metrics["lost_workers"] >= 1
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from conftest import ALL_SCRIPTS, ROOT, load
 SPECIAL = ("_torchcompile", "_multigpu")  # scripts that may be longer
 LONGEST = {"ppo_rnn_torchcompile": 587}  # holds an operator and its gradient, too
 # hold the workers, too, and what is done when one is lost
-LONGEST |= {"ppo_continuous_action_ray": 761, "ppo_continuous_action_ray_torchcompile": 823}
+LONGEST |= {"ppo_continuous_action_ray": 758, "ppo_continuous_action_ray_torchcompile": 820}
 LONGEST |= {"ppo_atari_ray": 672, "ppo_atari_ray_torchcompile": 757}
 # hold two envs, too; these twins and the next hold a pass over the compiler's graph
 LONGEST |= {"a2c_device_env": 500, "a2c_device_env_torchcompile": 582}
