@@ -11,6 +11,7 @@ import argparse
 import os
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on the loopback interface only
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
 
 import envpool
 import gymnasium as gym

@@ -10,6 +10,7 @@ import os
 import sys
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on the loopback interface only
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
 
 import gymnasium as gym
 import ray
