@@ -11,7 +11,7 @@ $compare ppo_lru ppo_rnn --threads 1 --pairs 2 --modes eager compile sb3-contrib
 $compare ppo_lru ppo_rnn --threads 1 --pairs 2 --modes eager compile sb3-contrib --env-id popgym:popgym-RepeatPreviousMedium-v0 \
   --out benchmark/results/cpu-memory-one-thread-long
 $compare a2c_device_env --flags=--num-envs=1024 --out benchmark/results/cpu-1024-envs
-for of in "impala --update-epochs=1 --no-norm-adv" "appo --update-epochs=2"; do # as many passes as RLlib makes
+for of in "impala --update-epochs=1 --no-norm-adv --gae-lambda=1" "appo --update-epochs=2"; do # as many passes as RLlib makes
   rllib=".venv-rllib/bin/python benchmark/rllib_peer.py ${of%% *} --steps {steps} --seed {seed}"
   $compare ppo_atari_ray --pairs 2 --steps 24576 --modes compile --flags="--num-minibatches=1 ${of#* }" \
     --external "RLlib=$rllib" --out "benchmark/results/cpu-${of%% *}"
