@@ -302,6 +302,27 @@ def test_first_come_learns_from_what_is_ready_and_drops_what_is_old(monkeypatch,
     assert late.metrics["dropped_rollouts"] > 0 and max(e.value for e in events.Scalars("charts/lag_max")) <= 2
 
 
+@pytest.mark.parametrize("name", ATARI)
+def test_first_come_takes_the_oldest_of_what_is_late(monkeypatch, local, quadrants, name):
+    """After a loss, that is not the first call, which is asked again and stands where it was."""
+    asked, oldest, taken = [], [], []  # results of calls
+    call, wait, get = local.Actor.call, local.wait, local.get
+
+    def wait_and_record(results: list, **options):
+        if "num_returns" not in options:  # one of them is to be learnt from
+            oldest.append(min(results, key=asked.index))
+        return wait(results, **options)
+
+    monkeypatch.setattr(local.Actor, "call", lambda *args: asked.append(call(*args)) or asked[-1])
+    monkeypatch.setattr(local, "wait", wait_and_record)
+    monkeypatch.setattr(local, "get", lambda result, timeout: taken.append(result) or get(result, timeout))
+    local.lost[7] = DIED  # as in the test that follows
+    everything_is_late = {"first_come": True, "worker_timeout": 1e-9}
+    run = train(monkeypatch, name, **tiny(name) | GAME | {"num_workers": 2, "envs_per_worker": 2} | everything_is_late)
+    assert run.metrics["lost_workers"] == 1 and len(oldest) == 2 * 8 + 1
+    assert [result for result in taken if result in oldest] == oldest
+
+
 @pytest.mark.parametrize("error", [DIED, HANGS])
 @pytest.mark.parametrize("name", ATARI)
 def test_lost_rollouts_are_asked_for_again(monkeypatch, local, quadrants, name, error):
