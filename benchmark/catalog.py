@@ -53,6 +53,7 @@ class Script:
     adam: tuple[dict, list, float] | None = None  # flags; the rate that each of its optimizers then has; Adam's eps
     graphs: int = 0  # how many functions --compile compiles
     on_device: bool = False  # its envs are in the script
+    in_readme: bool = False  # the table there has six rows at most
     slices: int = 20  # parts of a measured run, in turns; 1 where players would play on while others have theirs
     modes: dict[str, tuple[str, list]] = field(default_factory=lambda: MODES)
     peers: dict[str, tuple[str, Callable]] = field(default_factory=dict)  # what is measured beside it; see peers.py
@@ -92,6 +93,7 @@ CATALOG = {
         ),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=1,
+        in_readme=True,
         peers=peers.PPO | peers.PPO_UNNORMALISED,
     ),
     "ppo_continuous_action_ray": Script(
@@ -117,6 +119,7 @@ CATALOG = {
         gate=(SWING_UP | {"learning_rate": 2e-3}, -700, -450),
         adam=({"learning_rate": 3e-3}, [3e-3, 3e-3], 1e-8),
         graphs=3,
+        in_readme=True,
         modes=MODES | BF16,
         peers=peers.TD3,
     ),
@@ -132,6 +135,7 @@ CATALOG = {
         # the critics step first, then the actor, then the temperature, which learns as fast as the critics
         adam=({"policy_lr": 1e-3, "q_lr": 2e-3}, [2e-3, 1e-3, 2e-3], 1e-8),
         graphs=3,
+        in_readme=True,
         modes=MODES | BF16,
         peers=peers.SAC,
     ),
@@ -147,6 +151,7 @@ CATALOG = {
         gate=({"total_timesteps": 40_000, "learning_rate": 1e-3, "learning_starts": 1000}, 60, 150),
         adam=({"learning_rate": 3e-3}, [3e-3], 1e-8),
         graphs=1,
+        in_readme=True,
         peers=peers.DQN,
     ),
     "ppo_lru": Script(
@@ -205,6 +210,7 @@ CATALOG = {
         gate=({"num_envs": 64, "num_steps": 16, "total_timesteps": 250_000}, 140, 180),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=3,  # a step of all envs, the preparation of a rollout, an update
+        in_readme=True,
         on_device=True,
         modes=MODES | JAX,
     ),
@@ -235,6 +241,7 @@ CATALOG = {
         gate=({"total_timesteps": 6_144, "num_steps": 64, "learning_rate": 5e-4}, 9, 12),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=2,
+        in_readme=True,
         modes=MODES | BF16 | GROUPS,  # no other library steps EnvPool
     ),
     "ppo_atari_ray": Script(

@@ -260,9 +260,9 @@ def text_table(rows: list[dict]) -> str:
             "host MB": shown(row["host_mb"], "{:,.0f}"),
             "GPU MB": shown(row["device_mb"], "{:,.0f}"),
             "GPU %": shown(row["gpu_utilisation"], "{:.0f}"),
-            "of env %": shown(row["env_share"], "{:.0f}", 100),  # its rate, as a part of the bare simulator's
-            "of graph %": shown(row["graph_share"], "{:.0f}", 100),  # and of replaying the update's graphs alone
-            "comm %": shown(row["communication"], "{:.0f}", 100),  # of its time, in reductions over ranks
+            "simulator %": shown(row["env_share"], "{:.0f}", 100),  # its rate, as a part of the bare simulator's
+            "graphs %": shown(row["graph_share"], "{:.0f}", 100),  # and of replaying the update's graphs alone
+            "reductions %": shown(row["communication"], "{:.0f}", 100),  # of its time, in reductions over ranks
             "efficiency %": shown(row["efficiency"], "{:.0f}", 100),
         })  # fmt: skip
     return pd.DataFrame(cells).dropna(axis=1, how="all").fillna("-").to_string(index=False)

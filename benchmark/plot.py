@@ -3,7 +3,7 @@
     python benchmark/plot.py            # results/*.png, and every block between <!-- NAME --> and <!-- end -->
     python benchmark/plot.py --check    # change nothing; exit code 1 if a block does not show the results
 
-No number in the documents is typed: a block is one of the functions in BLOCKS.
+A block is one of the functions in BLOCKS. A measured number outside of blocks says "by hand".
 """
 
 import csv
@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS, PEER = "#2b6cb0", "#a0aec0"
+COLORS = {"eager": "#c05621", "compile+bf16": "#2f855a", "no memory": "#718096"}
+COLORS |= {"jax": "#805ad5", "sb3 contrib": "#d69e2e"}
 
 
 def bars(reports: list[dict], path: Path):
@@ -47,7 +49,8 @@ def bars(reports: list[dict], path: Path):
         panel.invert_yaxis()
         panel.set_xlim(0, max(row["sps"][2] for row in report["modes"]) * 1.2)
         where = report["machine"]
-        panel.set_title(f"{report['script']}, {report['env_id']}: steps/s", loc="left", fontsize=10)
+        env_id = report["env_id"].removeprefix("popgym:popgym-")
+        panel.set_title(f"{report['script']}, {env_id}: steps/s", loc="left", fontsize=9)
         panel.set_title(f"{where['gpu'] or where['cpu']}, {where['cores']} cores", loc="right", fontsize=7)
         panel.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
@@ -110,7 +113,7 @@ def curves(path: Path):
         panel.axis("off")
     for panel, ((script, env_id, total_timesteps), runs) in zip(panels.flat, panels_of.items()):
         for mode, rows in runs:
-            color = {"eager": "#c05621", "compile+bf16": "#2f855a", "no memory": "#718096"}.get(mode, OURS)
+            color = COLORS.get(mode, OURS)
             for seed in dict.fromkeys(row["seed"] for row in rows):
                 own = [row for row in rows if row["seed"] == seed]
                 returns = [float(row["episodic_return"]) for row in own]
@@ -191,7 +194,9 @@ def growth(report: dict, path: Path):
     for y, label in enumerate(("env steps/s", "host memory, MB", "cold start, s")):
         panels[y, 0].set_ylabel(label, fontsize=8)
     panels[0, 0].legend(fontsize=7, frameon=False)
-    figure.suptitle(f"{report['script']}, {report['env_id']} ({report['machine']['cpu']})", fontsize=9)
+    here = report["machine"]
+    title = f"{report['script']}, {report['env_id']} ({here['cpu']}, {here['date']}, commit {here['commit']})"
+    figure.suptitle(title, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -230,15 +235,17 @@ def speed_block(folder: str = "cpu", script: str | None = None) -> str:
             f"torch {where['torch']}, {where['date']}, commit {where['commit']}):",
             "",
             f"| mode | steps/s | 95 % interval | ratio to {report['modes'][0]['mode']} | cold start | warm start "
-            "| host memory | in the simulator |",
-            "|---|---|---|---|---|---|---|---|",
+            "| pays off after | host memory | in the simulator |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in report["modes"]:
             (sps, low, high), ratio = row["sps"], row["ratio"]
             cold, warm = (amount(row.get(key), "{:.0f} s") for key in ("startup_seconds", "warm_seconds"))
+            has_start = "compile" in row["mode"] and report["modes"][0]["mode"] == "eager"
+            pays = steps_until(pays_after(row, report["modes"][0])) if has_start else "-"
             lines.append(
                 f"| {row['mode']} | {sps:,.0f} | {low:,.0f} - {high:,.0f} "
-                f"| {ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f}) | {cold} | {warm} "
+                f"| {ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f}) | {cold} | {warm} | {pays} "
                 f"| {amount(row['host_mb'], '{:,.0f} MB')} | {amount(row['env_share'], '{:.0%}')} |"
             )
         lines.append("")
@@ -259,28 +266,31 @@ def pays_after(compiled: dict, eager: dict) -> int | None:
     return round(max(waited, 0) / (1 / eager["sps"][0] - 1 / compiled["sps"][0]), -3)
 
 
+def steps_until(steps: int | None) -> str:
+    return "never" if steps is None else f"{steps:,.0f} steps"
+
+
 def best(report: dict) -> tuple[dict, dict, dict | None]:
     """The rows of the plain file, of the compiled twin, and of the fastest peer, if there is one."""
     rows = {row["mode"]: row for row in report["modes"]}
     # which of ours is shown is settled beforehand: the fastest of many would flatter
     compiled = rows.get("compile+cudagraphs") or rows["compile"]
-    peers = [row for mode, row in rows.items() if not is_ours(mode)]
+    peers = [row for mode, row in rows.items() if not is_ours(mode) and mode not in JAX]  # JAX: our own file
     return rows["eager"], compiled, max(peers, key=lambda row: row["sps"][0], default=None)
 
 
 def best_block(folder: str = "cpu") -> str:
-    """Markdown: a row a script, the compiled twin beside the plain file and the fastest peer."""
+    """Markdown: a row for each script that the README names, the twin beside the plain file and the fastest peer."""
     lines = ["| script | plain | compiled | against plain | against the fastest peer | pays off after |"]
     lines.append("|---|---|---|---|---|---|")
     for report in speed_reports(folder):
-        # six rows at most: the rest is in docs/benchmark.md
-        if report["script"] in ("ppo_atari_multigpu", "a2c_device_env", "ppo_lru", "ppo_rnn", "dqn_lru"):
+        if not CATALOG[report["script"]].in_readme:
             continue
         eager, compiled, peer = best(report)
         beside = f"{against(compiled, peer):.1f} x ({peer['mode']})" if peer else "none measured"
         lines.append(
             f"| {report['script']}, {report['env_id']} | {eager['sps'][0]:,.0f} | **{compiled['sps'][0]:,.0f}** "
-            f"| {against(compiled, eager):.1f} x | {beside} | {pays_after(compiled, eager):,.0f} steps |"
+            f"| {against(compiled, eager):.1f} x | {beside} | {steps_until(pays_after(compiled, eager))} |"
         )
     return "\n".join(lines)
 
@@ -376,6 +386,17 @@ def bf16_block(script: str = "ppo_atari_envpool", env_id: str = "Breakout-v5", s
     return "\n".join(lines)
 
 
+def measured_where(folder: str) -> list[str]:
+    """Markdown: the processor, the date and the commit of each report."""
+    lines = []
+    for report in speed_reports(folder):
+        here = report["machine"]
+        lines.append(
+            f"- {report['script']}: {here['cpu']}, {here['cores']} cores, {here['date']}, commit {here['commit']}"
+        )
+    return lines
+
+
 def ablation_block() -> str:
     """Markdown: what each trick is worth, measured by taking it out, and what was tried and turned down."""
     lines = ["| script | change | speed, relative to the script as it is | 95 % interval | measured |"]
@@ -388,30 +409,27 @@ def ablation_block() -> str:
                 cells = (report["script"], row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", how)
                 lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "Measured on:", ""]
-    for report in speed_reports("ablate"):
-        here = report["machine"]
-        lines.append(
-            f"- {report['script']}: {here['cpu']}, {here['cores']} cores, {here['date']}, commit {here['commit']}"
-        )
-    return "\n".join(lines)
+    return "\n".join(lines + measured_where("ablate"))
 
 
 def gain_block(tag: str) -> str:
     """Markdown: how much faster each script is with a trick than without, or how it is measured."""
-    modes = {"capture": "the modes with CUDA graphs", "overlap": "the modes with CUDA graphs", "groups": "`+groups`"}
+    of_a_gpu = "not measured yet, since it is for a GPU"
+    elsewhere = {"capture": of_a_gpu, "overlap": of_a_gpu, "pinned": of_a_gpu}
+    elsewhere["operator"] = "not measured apart; with perf[graph], that of `compile` over `eager` in benchmark.md"
     gains = [
         f"{1 / row['ratio'][0]:.2f} x ({report['script']})"
         for report in speed_reports("ablate")
         for row in report["variants"]
         if row["variant"].startswith(f"without perf[{tag}]")
     ]
-    if tag in modes:
-        gains.append(f"measured by {modes[tag]} of benchmark/compare.py")
-    if tag == "bf16":
+    if tag in elsewhere:
+        gains.append(elsewhere[tag])
+    if tag in ("bf16", "groups"):
         gains += [
-            f"{rows['compile+bf16'] / rows['compile']:.2f} x ({report['script']})"
+            f"{rows[f'compile+{tag}'] / rows['compile']:.2f} x ({report['script']})"
             for report in speed_reports("cpu")
-            if "compile+bf16" in (rows := {row["mode"]: row["sps"][0] for row in report["modes"]})
+            if f"compile+{tag}" in (rows := {row["mode"]: row["sps"][0] for row in report["modes"]})
         ]
     patches = list((ROOT / "benchmark" / "ablations").glob(f"*/{tag}.patch"))
     none = "not measured yet" if patches else "not measured apart, since the script does not work without it"
@@ -439,7 +457,7 @@ def phases_block() -> str:
             names = ("act", "learn", "step and store", "report", "microseconds", "simulator")
             cells = " | ".join(f"{row[name]:,.1f}" for name in names)
             lines.append(f"| {report['script']} | {row['mode']} | {cells} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *measured_where("phases")])
 
 
 def saving_block() -> str:

@@ -53,6 +53,7 @@ def with_size(script: str, source: str, what: str, value: int) -> tuple[str, lis
         assert of_width in source and to_width in source
         return source.replace(of_width, f", {value})").replace(to_width, f"({value}, "), []
     if what == "threads":  # where a script does not say, Run.threads does
+        assert (THREADS in source) == ("set_num_threads" in source)
         return source.replace(THREADS, f"torch.set_num_threads({value})"), []
     if what == "buffer_size":
         assert sum(old in source for old in FULL) == 2  # a plain file and a twin count the pairs in different ways

@@ -1,7 +1,7 @@
 # /// script
-# dependencies = [
-#     "torch==2.13.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0",
-# ]
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0"]
 # ///
 """Advantage actor-critic (A2C) whose envs are functions of tensors: nothing leaves the device.
 

@@ -1,9 +1,7 @@
 # /// script
-# dependencies = [
-#     "torch==2.13.0", "gymnasium==1.4.0", "popgym==1.0.7", "numpy==2.4.6",
-#     "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0",
-#     "tensordict==0.15.3",
-# ]
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "gymnasium==1.4.0", "popgym==1.0.7", "numpy==2.4.6",
+#     "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0", "tensordict==0.15.3"]
 # ///
 """Deep Q-learning (DQN) with a memory: a linear recurrent unit (LRU), compiled and captured as CUDA graphs.
 

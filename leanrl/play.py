@@ -1,8 +1,7 @@
 # /// script
-# dependencies = [
-#     "torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1", "pygame==2.6.1", "moviepy==2.2.1",
-#     "envpool==1.2.5", "popgym==1.0.7", "minatar==1.0.15", "numpy==2.4.6", "tyro==1.0.17",
-# ]
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1", "pygame==2.6.1",
+#     "moviepy==2.2.1", "envpool==1.2.5", "popgym==1.0.7", "minatar==1.0.15", "numpy==2.4.6", "tyro==1.0.17"]
 # ///
 """Plays the policy that a training script has left, prints the returns and, with --video, films it.
 

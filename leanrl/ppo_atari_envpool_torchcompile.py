@@ -1,9 +1,7 @@
 # /// script
-# dependencies = [
-#     "torch==2.13.0", "envpool==1.2.5", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
-#     "tensorboard==2.21.0", "wandb==0.31.0",
-#     "tensordict==0.15.3",
-# ]
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "envpool==1.2.5", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0", "tensordict==0.15.3"]
 # ///
 """Proximal policy optimization (PPO) on Atari games through EnvPool, compiled and captured as CUDA graphs.
 

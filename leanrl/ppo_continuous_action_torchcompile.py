@@ -1,9 +1,7 @@
 # /// script
-# dependencies = [
-#     "torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1", "numpy==2.4.6",
-#     "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0",
-#     "tensordict==0.15.3",
-# ]
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1", "numpy==2.4.6",
+#     "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0", "tensordict==0.15.3"]
 # ///
 """Proximal policy optimization (PPO) for continuous actions, compiled and captured as CUDA graphs.
 
@@ -11,7 +9,7 @@
 
 Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
 Plain twin: ppo_continuous_action.py. docs/performance.md explains each perf[name].
-To learn the algorithm, read Agent, gae(), ppo_loss() and train(). The rest is plumbing.
+To learn the algorithm, read Agent, gae_scan(), ppo_loss() and train(). The rest is plumbing.
 Shapes: T = num_steps, N = num_envs, B = T * N, the rows of a rollout; O, A = sizes of an observation and an action.
 Differences from CleanRL's ppo_continuous_action.py:
 1. Values are bootstrapped through a truncation; only a termination ends the return.

@@ -1,8 +1,7 @@
 # /// script
-# dependencies = [
-#     "jax==0.10.2", "jaxlib==0.10.2", "optax==0.2.8", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
-#     "torch==2.13.0", "tensorboard==2.21.0", "wandb==0.31.0",
-# ]
+# requires-python = ">=3.11"
+# dependencies = ["jax==0.10.2", "jaxlib==0.10.2", "optax==0.2.8", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "torch==2.13.0", "tensorboard==2.21.0", "wandb==0.31.0"]
 # ///
 """Proximal policy optimization (PPO) with envs on the device, in JAX: to be held against the PyTorch files.
 

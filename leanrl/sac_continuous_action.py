@@ -1,8 +1,7 @@
 # /// script
-# dependencies = [
-#     "torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1", "numpy==2.4.6",
-#     "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0",
-# ]
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1", "numpy==2.4.6",
+#     "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0"]
 # ///
 """Soft actor-critic (SAC) for continuous actions, in plain PyTorch.
 

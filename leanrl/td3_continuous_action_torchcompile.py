@@ -1,9 +1,7 @@
 # /// script
-# dependencies = [
-#     "torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1", "numpy==2.4.6",
-#     "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0",
-#     "tensordict==0.15.3",
-# ]
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "gymnasium==1.4.0", "mujoco==4.0.0", "imageio==2.38.1", "numpy==2.4.6",
+#     "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0", "tensordict==0.15.3"]
 # ///
 """Twin delayed DDPG (TD3) for continuous actions, compiled and captured as CUDA graphs.
 
@@ -73,8 +71,8 @@ class Args:
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # how far the target networks move towards the trained ones at each of their updates
     batch_size: int = 256  # transitions per update
-    policy_noise: float = 0.2  # std of the noise on the target's actions, relative to half the action range
-    exploration_noise: float = 0.1  # std of the noise on the actions taken, relative to half the action range
+    policy_noise: float = 0.2  # std of noise on the target's actions, relative to half the action range
+    exploration_noise: float = 0.1  # std of noise on the actions taken, relative to half the action range
     noise_clip: float = 0.5  # largest noise on the target's actions, relative to half the action range
     learning_starts: int = 25_000  # env steps with random actions before the first update
     policy_frequency: int = 2  # update the actor and the targets after every so many critic updates

@@ -93,6 +93,7 @@ def test_scripts_have_the_names_that_the_benchmark_relies_on():
     """And the page lists those names."""
     needed = ["Args", "WARMUP_REPORTS", "time", "SPS", "startup_seconds", "episodic_return", "global_step"]
     needed += ["train", "report", "# act", "# learn", "# step and store", "# report", "CudaGraphModule"]
+    needed += ["summary.json", "charts/episodic_return", "DistributedDataParallel", "--local-num-envs"]
     page = (ROOT / "docs" / "benchmark.md").read_text()
     section = page[page.index("### What the benchmark needs") : page.index("### Tables")]
     assert all(re.search(rf"`{name}[`(]", section) for name in needed)
@@ -103,6 +104,8 @@ def test_scripts_have_the_names_that_the_benchmark_relies_on():
         assert list(inspect.signature(script.report).parameters)[0] == "losses"
         assert all(f'metrics["{key}"]' in text or f'"{key}":' in text for key in needed[3:7])
         assert len(re.findall(r"\n +metrics = report\(", text)) == 1
+        assert "charts/episodic_return" in text and "summary.json" in text
+        assert ("multigpu" in name) == ("DistributedDataParallel" in text) == ("local_num_envs" in text)
         assert list(inspect.signature(script.report).parameters)[-2:] == ["writer", "progress"]
         if name.endswith(TWIN):
             assigned = ", ".join(re.findall(r"\n *([\w, ]+) = \(?CudaGraphModule\(", text))
@@ -489,6 +492,11 @@ def test_the_readme_shows_one_mode_and_not_the_luckiest(monkeypatch):
     report = {"script": "ppo_atari_envpool", "env_id": "Breakout-v5", "modes": rows}
     monkeypatch.setattr(plot, "speed_reports", lambda folder: [report])
     assert "| 100 | **150** | 1.5 x | none measured | 0 steps |" in plot.best_block()
+    rows[1]["sps"] = [90] * 3
+    assert "| never |" in plot.best_block()
+    assert sum(entry.in_readme for entry in CATALOG.values()) == 6
+    report["script"] = "ppo_atari_ray"
+    assert plot.best_block().count("\n") == 1  # the heading alone
 
 
 def test_the_phases_show_the_median_simulator(monkeypatch, tmp_path):

@@ -128,14 +128,14 @@ def test_the_calculator_of_the_page_gives_the_figures_of_the_page():
     words = " ".join(page.split())
     latency, cost = (defaults[name].default for name in ("latency", "cost"))
     assert (latency, cost) == pytest.approx((fit["latency_ms"] / 1000, fit["cost_ms"] / 1000), rel=0.1)
-    cheetah = limits(50, 32, 0.01, 6 * 64, 200, learner=1e5)
+    cheetah = limits(50, 32, 0.01, 6 * 64, 140, learner=1e5)
     steps = cheetah["simulators, which all wait for the slowest"]
     assert f"{steps:,.0f} steps a second while sampling, with 384 steps a call" in words
     assert f"leaves {1 / (1 / steps + 1 / 1e5):,.0f} of both together" in words
     assert min(cheetah, key=cheetah.get) == "learner"
     figures = [limits(1, 1, 1, 1, size, 1, updates=0)["network"] for size in (7056, 4 * 7056)]
     assert [round(figure, -3) for figure in figures] == [177_000, 44_000] and "carry 177,000 or 44,000 steps" in words
-    one_call_a_step = limits(1, 16, 0.01, 1, 200, learner=1e5)["simulators, which all wait for the slowest"]
+    one_call_a_step = limits(1, 16, 0.01, 1, 140, learner=1e5)["simulators, which all wait for the slowest"]
     assert one_call_a_step == pytest.approx(16 / (0.01 + latency + 16 * cost))  # the formula of the page
 
 

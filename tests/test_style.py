@@ -40,7 +40,12 @@ def test_a_script_can_be_read_in_ten_minutes(name):
     assert len(widths) <= LONGEST.get(name, 560 if name.endswith(SPECIAL) else 480)  # lines that are not empty
     assert widths[-1] <= 120
     assert widths[len(widths) * 9 // 10] <= 106
-    assert len(ast.get_docstring(ast.parse(source(name))).splitlines()) <= 14
+    tree = ast.parse(source(name))
+    docstring = ast.get_docstring(tree)
+    assert len(docstring.splitlines()) <= 14
+    to_read = "".join(re.findall(r"To learn the algorithm, read ([\w(), ]+)", docstring)).replace(" and ", ", ")
+    defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    assert set(re.findall(r"\w+", to_read)) <= defined
 
 
 @pytest.mark.parametrize("name", [*ALL_SCRIPTS, "play"])
