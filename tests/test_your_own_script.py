@@ -28,7 +28,7 @@ def test_a_wrong_update_ends_the_program(own_folder):
 def test_its_diffs_are_lines_of_the_pair():
     plain, twin = ((ROOT / "leanrl" / f"{name}.py").read_text().splitlines() for name in ("dqn", "dqn_torchcompile"))
     diffs = re.findall(r"^```diff\n(.*?)^```", steps.PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(diffs) >= 6
+    assert len(diffs) == 7 and all(6 <= len(diff.splitlines()) <= 10 for diff in diffs)
     for line in "".join(diffs).splitlines():
         assert line[1:] in (twin if line[0] in "+ " else plain), line
         assert line[0] != " " or line[1:] in plain, line
