@@ -69,11 +69,13 @@ def machine() -> dict:
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     names = re.findall(r"model name\s*: (.*)", text)
-    avx512 = f" {'with' if ' avx512f ' in text else 'without'} AVX-512"
+    generation = re.findall(r"cpu family\s*: (\d+)\nmodel\s*: (\d+)", text)  # a name may be that of several
+    details = "".join(" (family {}, model {})".format(*numbers) for numbers in generation[:1])
+    details += f" {'with' if ' avx512f ' in text else 'without'} AVX-512"
     gpus = gpu_names()
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
-        "cpu": names[0] + avx512 if names else platform.processor(),
+        "cpu": names[0] + details if names else platform.processor(),
         "cores": os.cpu_count(),
         "gpu": next(iter(gpus), None),
         "gpus": len(gpus),
