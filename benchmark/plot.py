@@ -522,6 +522,7 @@ BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "claim": claim_block
 BLOCKS |= {
     "speed cpu-amx": lambda: speed_block("cpu-amx"),
     "speed cpu-avx2": lambda: speed_block("cpu-avx2"),
+    "speed cpu-zen-4": lambda: speed_block("cpu-zen-4"),
     "speed cpu-impala": lambda: speed_block("cpu-impala"),
     "speed cpu-one-worker": lambda: speed_block("cpu-one-worker"),
     "speed cpu-appo": lambda: speed_block("cpu-appo"),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The commands behind every published number, and the documents anew; ./run.sh sweep runs it, for days.
-# Tables of other processors, as cpu-avx2 and cpu-amx, are those of compare.py there.
+# Tables of other processors, as cpu-avx2, cpu-zen-4 and cpu-amx, are those of compare.py there.
 set -euo pipefail
 
 # speed

@@ -395,7 +395,7 @@ def pick_device(args: Args) -> torch.device:
     return number.device
 
 
-# perf[onednn] PyTorch multiplies by MKL, which leaves AMD's AVX-512 unused; oneDNN does not
+# perf[onednn] on Zen 5: PyTorch multiplies by MKL, which leaves AMD's AVX-512 unused; oneDNN does not
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product (M, N) of (M, K) and (K, N), plus a bias (N,); or (B, M, N) of B such pairs."""
     if a.dim() == 3:
@@ -649,7 +649,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if args.compile:  # perf[graph]; iterate() calls the compiled functions from here on
         options = {"cpp_wrapper": not on_gpu, "cpp.use_decompose_tanh": True}  # perf[cpp] perf[tanh]
         cpu = torch.cpu.get_capabilities()
-        if not on_gpu and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx512_f"):
+        if not on_gpu and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
             options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
         step, prepare, update = (torch.compile(f, fullgraph=True, options=options) for f in (step, prepare, update))
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call

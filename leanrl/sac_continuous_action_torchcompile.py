@@ -296,7 +296,7 @@ def pick_device(args: Args) -> torch.device:
     return number.device
 
 
-# perf[onednn] PyTorch multiplies by MKL, which leaves AMD's AVX-512 unused; oneDNN does not
+# perf[onednn] on Zen 5: PyTorch multiplies by MKL, which leaves AMD's AVX-512 unused; oneDNN does not
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product (M, N) of (M, K) and (K, N), plus a bias (N,); or (B, M, N) of B such pairs."""
     if a.dim() == 3:
@@ -595,7 +595,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if args.compile:  # perf[graph] one graph each; act() finds the compiled policy by its name
         options = {"fallback_random": True, "cpp_wrapper": not on_gpu}  # perf[cpp]
         cpu = torch.cpu.get_capabilities()
-        if not on_gpu and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx512_f"):
+        if not on_gpu and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
             options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
         policy = torch.compile(policy, fullgraph=True, options=options)
         update = torch.compile(update, fullgraph=True, options=options)

@@ -94,14 +94,15 @@ def test_other_products_stay(size, dtype, kwargs):
 
 TWINS = [f"{name}_torchcompile" for name in ("td3_continuous_action", "sac_continuous_action")]
 TWINS += [f"{name}_torchcompile" for name in ("ppo_device_env", "a2c_device_env", "ppo_lru")]
-AMD = {"cpu_name": "AMD EPYC", "avx512_f": True}
-CPUS = [(AMD, True), (AMD | {"avx512_f": False}, False), (AMD | {"cpu_name": "Intel(R) Xeon(R)"}, False), ({}, False)]
+ZEN_5 = {"cpu_name": "AMD EPYC", "avx512_f": True, "avx_vnni": True}
+ZEN_4 = ZEN_5 | {"avx_vnni": False}
+CPUS = [(ZEN_5, True), (ZEN_4, False), (ZEN_5 | {"cpu_name": "Intel(R) Xeon(R)"}, False), ({}, False)]
 
 
 @pytest.mark.parametrize(
-    ("name", "cpu", "pays"), [(TWINS[0], *case) for case in CPUS] + [(x, AMD, True) for x in TWINS[1:]]
+    ("name", "cpu", "pays"), [(TWINS[0], *case) for case in CPUS] + [(x, ZEN_5, True) for x in TWINS[1:]]
 )
-def test_it_is_on_where_amd_has_avx512(monkeypatch, name, cpu, pays):
+def test_it_is_on_where_it_pays(monkeypatch, name, cpu, pays):
     options = []
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
     monkeypatch.setattr(torch, "compile", lambda f, **kwargs: options.append(kwargs["options"]) or f)
@@ -112,4 +113,4 @@ def test_it_is_on_where_amd_has_avx512(monkeypatch, name, cpu, pays):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of processors of another make, nothing is asked")
 def test_pytorch_tells_the_name_and_the_instructions_of_the_processor():
     cpu = torch.cpu.get_capabilities()
-    assert "avx512_f" not in cpu or "cpu_name" in cpu  # nothing is known where the system tells nothing
+    assert "avx_vnni" not in cpu or "cpu_name" in cpu  # nothing is known where the system tells nothing
