@@ -526,6 +526,7 @@ BLOCKS |= {
     "speed cpu-impala": lambda: speed_block("cpu-impala"),
     "speed cpu-one-worker": lambda: speed_block("cpu-one-worker"),
     "speed cpu-appo": lambda: speed_block("cpu-appo"),
+    "speed ppo_continuous_action_ray": lambda: speed_block("cpu", "ppo_continuous_action_ray"),
     "speed ppo_device_env": lambda: speed_block("cpu", "ppo_device_env"),
     "speed a2c_device_env": lambda: speed_block("cpu", "a2c_device_env"),
     "speed cpu-memory-one-thread": lambda: speed_block("cpu-memory-one-thread"),
