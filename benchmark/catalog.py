@@ -53,7 +53,7 @@ class Script:
     adam: tuple[dict, list, float] | None = None  # flags; the rate that each of its optimizers then has; Adam's eps
     graphs: int = 0  # how many functions --compile compiles
     on_device: bool = False  # its envs are in the script
-    in_readme: bool = False  # the table there has six rows at most
+    in_readme: bool = False  # whether it is a row of the table there, which has six at most
     slices: int = 20  # parts of a measured run, in turns; 1 where players would play on while others have theirs
     modes: dict[str, tuple[str, list]] = field(default_factory=lambda: MODES)
     peers: dict[str, tuple[str, Callable]] = field(default_factory=dict)  # what is measured beside it; see peers.py
