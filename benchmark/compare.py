@@ -48,7 +48,7 @@ class Args:
     slices: int | None = None  # parts of a run, in turn; default: 20, or 1 for players on Ray; 1: runs take no turns
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
     flags: str = ""  # more flags of the scripts, in one string; write --flags="--num-envs 1024"
-    threads: int | None = None  # of every run, on as many cores; default: what a script chooses, and is best for a peer
+    threads: int | None = None  # of every run, on as many cores; default: the script's; for JAX and peers, the best
     peers: bool = True  # measure the other libraries that are installed
     external: tuple[str, ...] = ()  # programs of your own, each NAME=COMMAND, with {steps} (and {seed}) in the command
     profile: bool = False  # also print where the microseconds of a step go
@@ -73,7 +73,8 @@ def machine() -> dict:
     details = "".join(" (family {}, model {})".format(*numbers) for numbers in generation[:1])
     details += f" {'with' if ' avx512f ' in text else 'without'} AVX-512"
     gpus = gpu_names()
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    git = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True) if shutil.which("git") else None
     return {
         "cpu": names[0] + details if names else platform.processor(),
         "cores": os.cpu_count(),
@@ -81,7 +82,7 @@ def machine() -> dict:
         "gpus": len(gpus),
         "torch": version("torch"),
         "python": platform.python_version(),
-        "commit": git.stdout.strip() or None,
+        "commit": (git.stdout.strip() if git else "") or None,
         "date": date.today().isoformat(),
     }
 
@@ -291,6 +292,8 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     seconds = None if entry.modes is RANKS else args.seconds  # ranks would not end at the same report
     length = f"{seconds} s" if seconds else f"{steps:,} steps"
     print(f"{script} on {env_id}: {', '.join([*chosen, *externals])}; {args.pairs} x {length}", flush=True)
+    if args.flags and set(chosen) & set(peers):
+        print("note: other libraries do not get --flags; theirs stand in benchmark/peers.py.")
     slices = args.slices or entry.slices
     about = {"steps": steps, "env_id": env_id, "slices": slices, "seconds": seconds}
     about["flags"] = tuple(shlex.split(args.flags))
@@ -324,15 +327,18 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     print(path, path.with_suffix(".png"), sep="\n")
     if here["gpu"]:
         utilisation(report, args.out / f"{script}_gpu.png")
-    if args.profile and entry.modes is not RANKS and not entry.steps_elsewhere:
-        profile(script, env_id, steps, seconds, [mode for mode in ours if mode in chosen])
+    if args.profile:
+        profile([Run(script, mode, seed=1, threads=args.threads, **about) for mode in ours if mode in chosen])
 
 
-def profile(script: str, env_id: str, steps: int, seconds: float | None, modes: list[str]):
+def profile(runs: list[Run]):
     """Prints the microseconds of an env step that each phase of the loop takes, a line a mode."""
-    from phases import PHASES, measure_phases  # which imports this file
+    from phases import PHASES, has_phases, measure_phases  # which imports this file
 
-    rows = [measure_phases(script, mode, steps, env_id, 1, seconds) for mode in modes]
+    if not has_phases(runs[0].script):
+        print(f"no --profile: the loop of {runs[0].script} has no phases to measure.")
+        return
+    rows = [measure_phases(run) for run in runs]
     table = pd.DataFrame(rows)[["mode", *PHASES, "microseconds", "simulator"]]
     names = {"microseconds": "together", "simulator": "of it in the simulator"}
     print("\nmicroseconds per env step\n" + table.rename(columns=names).round(1).to_string(index=False))

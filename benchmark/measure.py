@@ -27,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import tyro
-from catalog import CATALOG, RANKS
+from catalog import CATALOG, JAX, RANKS
 from peers import LEARNING_STARTS
 
 HAND_OVER = "your turn"
@@ -158,7 +158,7 @@ def run_script(args: Args) -> dict:
         os.chdir(ROOT)
     MEASURING.clear()
     if not rates:
-        sys.exit(f"error: {args.steps} steps are too few to be measured.")
+        sys.exit(f"error: {args.steps} steps are too few; a run of one slice needs a multiple of its rollout.")
     result = {name: metrics[name] for name in ("SPS", "startup_seconds", "episodic_return")} | {"rates": rates}
     learning_steps = max(metrics["global_step"] - LEARNING_STARTS * hasattr(script.Args, "learning_starts"), 1)
     result["graph_share"] = graph_share(graphs, 1 / metrics["SPS"], learning_steps, torch.cuda.synchronize)
@@ -339,6 +339,12 @@ def sample_gpu(samples: list[tuple[float, float]], stop: threading.Event, every:
             samples.append((clock(), float(percent)))
 
 
+def uses_jax(args: Args) -> bool:
+    """Whether JAX computes, not PyTorch."""
+    package, _ = CATALOG[args.script].peers.get(args.mode, (None, None))
+    return args.mode in JAX or package == "sbx"
+
+
 def main(args: Args):
     if args.mode in RANKS and "RANK" not in os.environ:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.mode[0]}"]
@@ -353,11 +359,16 @@ def main(args: Args):
     import torch
 
     has_gpu, samples, stop = torch.cuda.is_available(), [], threading.Event()
+    if has_gpu and uses_jax(args):
+        import jax
+
+        if jax.default_backend() == "cpu":
+            sys.exit("error: PyTorch has a GPU here, and JAX has none: pip install 'jax[cuda12]==0.10.2'")
     if has_gpu:
         threading.Thread(target=sample_gpu, args=(samples, stop), daemon=True).start()
     entry = CATALOG[args.script]
     if not entry.steps_elsewhere:
-        spent = (time_pool_steps if "atari" in args.script else time_env_steps)(args.env_id)
+        spent = (time_pool_steps if entry.requirements == "atari" else time_env_steps)(args.env_id)
     run = run_ranks if args.mode in RANKS else run_script if args.mode in CATALOG[args.script].modes else run_peer
     result = run(args)
     stop.set()
@@ -369,7 +380,7 @@ def main(args: Args):
     result["threads"] = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count()))  # at most
     result["tf32"] = torch.get_float32_matmul_precision() != "highest"
     result["host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    result["device_mb"] = torch.cuda.max_memory_reserved() / 2**20 if has_gpu else None
+    result["device_mb"] = torch.cuda.max_memory_reserved() / 2**20 if has_gpu and not uses_jax(args) else None
     result["gpu_utilisation"] = sum(percent for _, percent in samples) / len(samples) if samples else None
     result["gpu_samples"] = samples
     print(f"\n{json.dumps(result)}")

@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -36,11 +36,14 @@ atexit.register(_write)
 """
 
 
+def has_phases(script: str) -> bool:
+    """Whether one process acts, learns and steps in its loop."""
+    return CATALOG[script].modes is not RANKS and not CATALOG[script].steps_elsewhere
+
+
 @dataclass
 class Args:
-    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(
-        name for name, entry in CATALOG.items() if entry.modes is not RANKS and not entry.steps_elsewhere
-    )
+    scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(filter(has_phases, CATALOG))
     steps: int | None = None  # env steps of each run; default: the script's own
     modes: tuple[str, ...] = ("eager", "twin", "compile")
     pairs: int = 3  # turns of all modes; shown is each mode's run of median speed, and the median simulator
@@ -58,27 +61,29 @@ def timed(source: str) -> str:
     return source.replace("\n\n\n@dataclass", CLOCK + "\n\n@dataclass", 1)
 
 
-def measure_phases(script: str, mode: str, steps: int, env_id: str, seed: int, seconds: float | None = None) -> dict:
+def measure_phases(run: Run) -> dict:
     """Microseconds of an environment step in each phase of a run."""
-    file = f"{script}{CATALOG[script].modes[mode][0]}.py"
+    file = f"{run.script}{CATALOG[run.script].modes[run.mode][0]}.py"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, file).write_text(timed((ROOT / "leanrl" / file).read_text()))
         os.environ["PHASES_OUT"] = str(Path(folder, "spent"))
-        (result,) = measure(Run(script, mode, steps, env_id, seed, Path(folder), seconds=seconds))
+        (result,) = measure(replace(run, folder=Path(folder)))
         spent = Counter(eval(Path(folder, "spent").read_text()))  # written by CLOCK above
     microseconds = 1e6 / result["SPS"]
-    row = {"mode": mode, "microseconds": microseconds, "simulator": result["env_share"] * microseconds}
+    row = {"mode": run.mode, "microseconds": microseconds, "simulator": result["env_share"] * microseconds}
     return row | {phase: spent[phase] / spent.total() * microseconds for phase in PHASES}
 
 
 def main(args: Args):
+    if elsewhere := [script for script in args.scripts if not has_phases(script)]:
+        sys.exit(f"error: the loop of {', '.join(elsewhere)} has no phases to measure.")
     args.out.mkdir(parents=True, exist_ok=True)
     for script in args.scripts:
         env_id = CATALOG[script].env_id
         steps = args.steps or CATALOG[script].steps
         turns = []
         for seed in range(1, args.pairs + 1):
-            turns.append([measure_phases(script, mode, steps, env_id, seed) for mode in args.modes])
+            turns.append([measure_phases(Run(script, mode, steps, env_id, seed)) for mode in args.modes])
             print(script, *turns[-1], sep="\n", file=sys.stderr)
         # of each mode, the run of median speed: the phases of one run add up
         rows = [sorted(runs, key=lambda row: row["microseconds"])[len(runs) // 2] for runs in zip(*turns)]

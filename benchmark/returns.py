@@ -2,9 +2,10 @@
 
     python benchmark/returns.py dqn --env-ids CartPole-v1 Acrobot-v1 --seeds 1 2 3 --modes eager compile
 
-Each run appends one row to returns.csv in --out (the mean return of its last 100 training episodes) and its curve, in
-100 bins, to curves/SCRIPT__ENV__STEPS__MODE.csv there. A run that is recorded already is not repeated: an
-interrupted sweep goes on where it stopped. To repeat it, take out its row and its part of the curve.
+Each run appends one row to returns.csv in --out and its curve, in 100 bins, to curves/SCRIPT__ENV__STEPS__MODE.csv
+there. The return is the mean of the last 100 training episodes; with envs on the device, of each env's last episode. A
+run that is recorded already is not repeated: an interrupted sweep goes on where it stopped. To repeat it, take out its
+row and its part of the curve.
 """
 
 import csv
@@ -30,9 +31,9 @@ from plot import RESULTS, read_csv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 BINS = 100
-FLAGS = {  # of a script or an env for which the defaults, chosen for another, are not good
-    "ppo_atari_ray": "--envs-per-worker 4 --num-steps 128",  # the batches of ppo_atari_envpool
-    "MinAtar/Breakout-v1": "--num-envs 64 --num-steps 128 --num-minibatches 8 --learning-rate 5e-3",
+FLAGS = {  # of a script in an env for which its defaults, chosen for another, are not good
+    ("ppo_atari_ray", "Pong-v5"): "--envs-per-worker 4 --num-steps 128",  # the batches of ppo_atari_envpool
+    ("ppo_device_env", "MinAtar/Breakout-v1"): "--num-envs 64 --num-steps 128 --num-minibatches 8 --learning-rate 5e-3",
 }
 
 
@@ -82,7 +83,7 @@ def run_script(
         path = patched(script, mode, patch.resolve(), Path(folder, "patched"))
     command = [sys.executable, "-W", "ignore", *launch, path, *flags]
     command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
-    command += shlex.split(FLAGS.get(script, "")) + shlex.split(FLAGS.get(env_id, ""))
+    command += shlex.split(FLAGS.get((script, env_id), ""))
     if mode in RANKS:
         command += ["--local-num-envs", 8 // int(mode[0])]  # together as many as one process has: the same updates
     environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}  # where no_velocity.py is

@@ -415,7 +415,7 @@ def test_a_run_ends_when_it_has_been_measured_for_long_enough(monkeypatch):
 def test_a_profile_says_where_the_time_of_a_step_goes(capsys):
     """A million steps would take minutes: the run ends when it has been measured for half a second."""
     started = time.monotonic()
-    compare.profile("dqn", "CartPole-v1", 1_000_000, 0.5, ["eager"])
+    compare.profile([compare.Run("dqn", "eager", 1_000_000, "CartPole-v1", seed=1, seconds=0.5)])
     assert time.monotonic() - started < 60
     _, title, names, numbers = capsys.readouterr().out.splitlines()
     assert title == "microseconds per env step" and names.split()[:3] == ["mode", "act", "learn"]
@@ -423,6 +423,14 @@ def test_a_profile_says_where_the_time_of_a_step_goes(capsys):
     assert mode == "eager" and len(phases_of_a_step) == 4 and float(phases_of_a_step[1]) > 0
     assert sum(map(float, phases_of_a_step)) == pytest.approx(float(together), abs=0.3)
     assert 0 < float(simulator) < float(together)
+
+
+@pytest.mark.parametrize(("script", "mode"), [("ppo_device_env", "jax"), ("sac_continuous_action", "sbx")])
+def test_jax_on_the_cpu_is_not_measured_beside_a_gpu(monkeypatch, script, mode):
+    pytest.importorskip("jax")
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="PyTorch has a GPU here, and JAX has none"):
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        measure.main(measure.Args(script, mode, 1000, "CartPole-v1"))
 
 
 def test_the_share_of_the_graphs_counts_calls_of_updates_alone(monkeypatch):
@@ -503,14 +511,22 @@ def test_the_phases_show_the_median_simulator(monkeypatch, tmp_path):
     """The second of three runs has the median speed, the third the median simulator."""
     runs = iter([(100, 50), (200, 10), (300, 20)])
 
-    def measured(script, mode, *_):
+    def measured(run):
         microseconds, simulator = next(runs)
-        return {"mode": mode, "microseconds": microseconds, "simulator": simulator}
+        return {"mode": run.mode, "microseconds": microseconds, "simulator": simulator}
 
     monkeypatch.setattr(phases, "measure_phases", measured)
     phases.main(phases.Args(scripts=("dqn",), modes=("eager",), out=tmp_path))
     (row,) = json.loads((tmp_path / "dqn.json").read_text())["modes"]
     assert (row["microseconds"], row["simulator"]) == (200, 20)
+
+
+@pytest.mark.parametrize("script", ["ppo_device_env", "ppo_atari_multigpu", "ppo_atari_ray"])
+def test_a_script_without_phases_is_refused(capsys, script):
+    with pytest.raises(SystemExit, match=f"the loop of {script} has no phases"):
+        phases.main(phases.Args(scripts=("dqn", script)))
+    compare.profile([compare.Run(script, "compile", 1024, "-", seed=1)])
+    assert capsys.readouterr().out == f"no --profile: the loop of {script} has no phases to measure.\n"
 
 
 def test_the_returns_with_bf16_are_beside_those_without(monkeypatch, own_folder):
