@@ -40,7 +40,7 @@ LEAF = '{"type": null, "context": null, "children_spec": []}'
 LEAVES = f"{re.escape(LEAF)}(, {re.escape(LEAF)})?"  # the memory of a policy that has one comes second
 OPERATIONS = "add|sub|rsub|neg|mul|div|clip|exp|sqrt|tanh|relu|silu|sigmoid|linear|matmul|conv2d|argmax|one_hot|gt|sum"
 OPERATIONS += "|complex|polar|real|imag|cat|stack|unbind|chunk|split|split_with_sizes|select|slice|squeeze|unsqueeze"
-OPERATIONS += "|flatten|to|alias|_assert_tensor_metadata"
+OPERATIONS += "|flatten|to|alias|expm1|_assert_tensor_metadata"
 ROWS = r"Symbol\('s\d{1,9}', positive=True, integer=True\)"
 SAFE_TEXT = {
     "expr_str": rf"\d{{1,18}}|{ROWS}|Mul\(Integer\(\d{{1,18}}\), {ROWS}\)",  # a number, also a multiple of the rows
@@ -166,13 +166,21 @@ class AtariGame(gym.Env):
         return np.broadcast_to(self.frame.repeat(2, 0).repeat(2, 1)[..., None], (168, 168, 3))
 
 
+class MinAtarFilm(gym.Wrapper):
+    """Draws MinAtar for a film: its 10 x 10 colours between 0 and 1 become (160, 160, 3) bytes."""
+
+    def render(self) -> np.ndarray:
+        return (255 * self.env.render()).astype(np.uint8).repeat(16, 0).repeat(16, 1)
+
+
 def make_played_env(env_id: str, is_atari: bool, render_mode: str | None) -> gym.Env:
     """Makes an Atari game, or a Gymnasium env that observes flat vectors, as in training."""
     try:
         if is_atari:
             return AtariGame(env_id)
         settings = {"render_mode": render_mode} if render_mode else {}
-        if env_id.startswith("MinAtar/"):
+        is_minatar = env_id.startswith("MinAtar/")
+        if is_minatar:
             from minatar.gym import register_envs  # an optional dependency
 
             if env_id not in gym.registry:
@@ -180,6 +188,8 @@ def make_played_env(env_id: str, is_atari: bool, render_mode: str | None) -> gym
             settings["max_episode_steps"] = 1000  # as in training; MinAtar has no limit
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
             env = gym.make(env_id, **settings)
+        if is_minatar:
+            env = MinAtarFilm(env)
     except Exception as error:  # of the env's code, too
         fail(f"cannot make the env {env_id!r}: {error}")
     if len(env.observation_space.shape or ()) != 1:

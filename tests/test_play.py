@@ -90,6 +90,7 @@ def test_a_policy_plays_in_a_new_process_as_here(monkeypatch, name, own_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # moviepy leaves its pipes open
 def test_a_policy_of_minatar_plays_in_its_own_package(monkeypatch):
     """Its actions and observations are those of training, up to the same time limit."""
     sizes = {"num_envs": 64, "num_steps": 16, "total_timesteps": 61_440, "learning_rate": 3e-3}
@@ -97,6 +98,10 @@ def test_a_policy_of_minatar_plays_in_its_own_package(monkeypatch):
     result = play.play(play.Args(run.run_dir / "policy.pt2", episodes=20))
     assert result["mean"] > 0.8  # untrained, it stays where it is and gets next to nothing
     assert 5 < np.mean(result["lengths"]) <= 1000
+    film = play.play(play.Args(run.run_dir / "policy.pt2", episodes=1, video=True))
+    frames = imageio.imread(run.run_dir / "videos" / "seed1-episode-0.mp4", plugin="FFMPEG")
+    assert film["lengths"][0] <= len(frames) <= film["lengths"][0] + 1 and frames.shape[1:] == (160, 160, 3)
+    assert frames[:, 144:, :].max() > 100  # the paddle, in the lowest row
 
 
 def test_returns_are_those_of_a_loop_by_hand(cart):
