@@ -70,7 +70,7 @@ class Args:
     max_grad_norm: float = 0.5  # scale larger gradients down to this norm
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -375,7 +375,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -430,6 +430,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -447,9 +448,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved

@@ -252,7 +252,7 @@ def gae(reward: Array, value: Array, terminated: Array, done: Array, gamma: floa
 def rollout(agent: dict, env: type, envs: dict[str, Array], noise: Array, uniform: Array):
     """Acts for T steps in N envs: returns what they are then, and of all steps the rows, (T, N, ..) of each name.
 
-    Of logprob, entropy and value, gradients by the agent's parameters can be taken. There is a value more, (T + 1, N):
+    logprob, entropy and value are differentiable in the agent's parameters. value has a row more, (T + 1, N): that
     of the last observation. noise is (T, N, A), uniform (T, N, num_uniforms).
     """
 
@@ -375,6 +375,7 @@ def report(losses: dict, last_returns: list[float], marks, writer, progress) -> 
             progress.close()
             writer.close()
             sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller learning rate may help.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])

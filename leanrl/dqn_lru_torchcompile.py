@@ -11,6 +11,7 @@ Papers: Kapturowski et al. 2019, openreview.net/forum?id=r1lyTjAqYX; Orvieto et 
 Plain twin: dqn_lru.py. docs/performance.md explains each perf[name].
 To learn the algorithm, read lru(), LRUQNetwork, sample_slices() and train(). The rest is plumbing.
 Shapes: T = seq_length, N = num_envs, B = batch_size; O = size of an observation, A = number of actions, H = hidden_size
+How the memory is handled:
 1. Nothing is padded: where an episode starts, a factor of 0 drops the memory (picture: docs/memory.md).
 2. A slice of the replay starts from the memory that the agent had there, and runs it up to date before it learns.
 """
@@ -74,7 +75,7 @@ class Args:
     start_e: float = 1.0  # probability of a random action at the start
     end_e: float = 0.05  # probability of a random action at the end of exploration
     exploration_fraction: float = 0.5  # share of the run in which that probability falls from --start-e to --end-e
-    learning_starts: int = 10_000  # env steps before the first update
+    learning_starts: int = 10_000  # env steps before the first update; more if no slice is there yet
     train_frequency: int = 40  # env steps between updates
 
     # perf[graph] perf[capture]
@@ -82,7 +83,7 @@ class Args:
     cudagraphs: bool = False  # capture the update as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -222,7 +223,7 @@ class LRUQNetwork(nn.Module):
         keep = inputs[..., -self.q.out_features :].sum(-1, keepdim=True)  # 0 in a first step
         encoded = self.encoder(inputs).tanh()
         log_radius = -self.log_rate.exp()
-        scale = (1 - (2 * log_radius).exp()).sqrt()  # keeps the state's variance near 1 (Orvieto et al., eq. 7)
+        scale = (-(2 * log_radius).expm1()).sqrt()  # keeps the state's variance near 1 (Orvieto et al., eq. 7)
         drive = self.drive(encoded) * torch.cat([scale, scale])
         states = self.recurrence(log_radius, self.angle, drive, keep, state)
         return self.q(encoded + F.silu(self.readout(states))), states[-1]
@@ -364,7 +365,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -419,6 +420,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -436,9 +438,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
@@ -484,7 +485,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
     run_dir, writer = start_run(args)
-    torch.set_num_threads(1)  # for matrices this small, a second thread costs more than it computes
+    torch.set_num_threads(1)  # for matrices this small, a second thread brings nothing
     rng = np.random.default_rng(args.seed)
     exploration_steps = args.exploration_fraction * args.total_timesteps
 
@@ -609,7 +610,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # save
         if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "step": step + 1, "global_step": global_step}
-            kept["replay"] = ring[: step + 2].cpu().clone()  # a view would be saved with the whole ring
+            kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
             kept |= {"states": states, "last_returns": list(last_returns)}
             kept["state"] = learned  # perf[graph]
             path = save_checkpoint(run_dir, kept)

@@ -77,7 +77,7 @@ class Args:
     cudagraphs: bool = False  # capture the update as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -228,7 +228,7 @@ def insert_(ring: Tensor, newest: Tensor, rows: Tensor):
     newest.add_(len(rows))
 
 
-# perf[flat] keep all parameters in one vector, so that clipping, Adam and the checks before a call meet one tensor
+# perf[flat] keep all parameters in one vector, so that Adam, and whatever else goes over all of them, meets one tensor
 def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     """The parameters by name, as views of their vector (P,)."""
     parts = flat.split([shape.numel() for shape in shapes.values()])
@@ -298,7 +298,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -353,6 +353,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -370,9 +371,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
@@ -413,7 +413,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
     run_dir, writer = start_run(args)
-    torch.set_num_threads(1)  # for matrices this small, a second thread costs more than it computes
+    torch.set_num_threads(1)  # for matrices this small, a second thread brings nothing
     rng = np.random.default_rng(args.seed)
     exploration_steps = args.exploration_fraction * args.total_timesteps
 
@@ -490,7 +490,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses
 
     if args.compile:  # perf[graph]; update() calls the compiled function from here on
-        options = {"fallback_random": True, "cpp_wrapper": not on_gpu}  # perf[cpp]
+        options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # perf[cpp]
         learn = torch.compile(learn, fullgraph=True, options=options)
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
@@ -556,7 +556,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "step": step + 1, "global_step": global_step}
             kept["last_returns"] = list(last_returns)
-            kept["replay"] = ring[: step + 2].cpu().clone()  # a view would be saved with the whole ring
+            kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
             kept |= {"row": row, "rows": rows, "state": state}  # perf[graph] perf[ring]
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step

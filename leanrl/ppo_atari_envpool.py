@@ -75,7 +75,7 @@ class Args:
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -102,7 +102,7 @@ def check_numbers(args: Args):
 
 
 def make_envs(env_id: str, seeds: list[int], num_threads: int = 0):
-    """Makes EnvPool envs of an Atari game, one per seed; with 0 threads, it takes as many as there are cores.
+    """Makes EnvPool envs of an Atari game, one per seed; with 0 threads, each has one, up to the number of cores.
 
     A lost life ends an episode, and rewards are clipped to -1, 0 or 1. The unclipped reward is in info["reward"].
     """
@@ -193,7 +193,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
+    logprob, entropy and value (..) are those of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -214,6 +214,7 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
         value_error = torch.maximum(value_error, (clipped_value - batch["return"]) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
 
+    entropy = (weight * entropy).sum()
     old_approx_kl = -(weight * log_ratio).sum()
     approx_kl = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
     clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
@@ -279,7 +280,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -334,6 +335,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -351,9 +353,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
@@ -393,10 +394,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     obs, _ = envs.reset()
     agent = AtariAgent(num_actions).to(device, memory_format=torch.channels_last)  # faster convolutions
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    obs_buffer = torch.zeros(T + 1, *obs.shape, dtype=torch.uint8, device=device)
-    action_buffer = torch.zeros(T + 1, N, dtype=torch.long, device=device)
-    logprob_buffer = torch.zeros(T + 1, N, device=device)
-    value = torch.zeros(T + 1, N, device=device)  # at time T, only the value of the last observation is used
+    obs_buffer = torch.zeros(T, *obs.shape, dtype=torch.uint8, device=device)
+    action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
+    logprob_buffer = torch.zeros(T, N, device=device)
+    value = torch.zeros(T + 1, N, device=device)
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
     done = np.zeros(N, bool)
     scores = np.zeros(N)
@@ -429,7 +430,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     def loss_of(minibatch: dict) -> tuple[Tensor, Tensor]:
         logits, value = agent(minibatch["obs"])
         logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
-        entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
         return ppo_loss(logprob, entropy, value, minibatch, args)
 
     def update(idx: Tensor) -> Tensor:
@@ -455,7 +455,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             # act
             obs_buffer[t] = torch.as_tensor(obs)
             action_buffer[t], logprob_buffer[t], value[t] = policy(obs_buffer[t], noise[t])
-            env_action = action_buffer[t].cpu().numpy()  # the one sync of a step
+            env_action = action_buffer[t].cpu().numpy()  # waits for the GPU; so does the copy of the frames
 
             # step and store
             valid = ~done  # an env whose episode has ended only resets
@@ -472,9 +472,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         reward_buffer, terminated_buffer, done_buffer, valid_buffer = torch.as_tensor(env_buffer, device=device)
         _, _, value[T] = policy(torch.as_tensor(obs, device=device), noise[0])
         advantage = gae(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
-        rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value}
+        rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value[:T]}
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
-        batch = {name: x[:T].flatten(0, 1) for name, x in rollout.items()}
+        batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
         remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
         learning_rate = args.learning_rate * remaining
         optimizer.param_groups[0]["lr"] = learning_rate

@@ -86,7 +86,7 @@ class Args:
     bf16: bool = False  # compute the network in bfloat16
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -113,7 +113,7 @@ def check_numbers(args: Args):
 
 
 def make_envs(env_id: str, seeds: list[int], num_threads: int = 0):
-    """Makes EnvPool envs of an Atari game, one per seed; with 0 threads, it takes as many as there are cores.
+    """Makes EnvPool envs of an Atari game, one per seed; with 0 threads, each has one, up to the number of cores.
 
     A lost life ends an episode, and rewards are clipped to -1, 0 or 1. The unclipped reward is in info["reward"].
     """
@@ -204,7 +204,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
+    logprob, entropy and value (..) are those of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -225,6 +225,7 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
         value_error = torch.maximum(value_error, (clipped_value - batch["return"]) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
 
+    entropy = (weight * entropy).sum()
     old_approx_kl = -(weight * log_ratio).sum()
     approx_kl = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
     clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
@@ -319,7 +320,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -374,6 +375,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -391,9 +393,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
@@ -495,7 +496,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     def evaluate(params: dict, frames: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):  # perf[bf16]
             logits, value = functional_call(agent, params, frames)
-        return logits.to(lr.dtype), value.to(lr.dtype)
+        return logits.to(lr.dtype), value.to(lr.dtype)  # float32; float64 in a test
 
     def act(g: int):  # captured, but not compiled: the copies between host and device stay as they are written
         """Chooses and stores the actions of a group; perf[pinned] the copies do not wait."""
@@ -509,7 +510,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     def loss_of(params: dict, minibatch: dict) -> tuple[Tensor, Tensor]:
         logits, value = evaluate(params, minibatch["obs"])
         logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
-        entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
         return ppo_loss(logprob, entropy, value, minibatch, args)
 
     def update(idx: Tensor) -> Tensor:
@@ -527,7 +527,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses
 
     if args.compile:  # perf[graph]; update_epoch() calls the compiled update from here on
-        options = {"cpp_wrapper": not on_gpu}  # perf[cpp]
+        options = {"cpp_wrapper": device.type == "cpu"}  # perf[cpp]
         policy = torch.compile(policy, fullgraph=True, options=options)
         update = torch.compile(update, fullgraph=True, options=options)
     acts = [partial(act, g) for g in range(G)]
@@ -553,7 +553,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             g = (k - 1) % G  # perf[groups] the group that was received from last
             if k <= T * G - G:
                 acts[g]()
-                torch.get_device_module(device).synchronize()  # the one sync of a step; on a CPU, it does nothing
+                torch.get_device_module(device).synchronize()  # the one sync of a group's step; on a CPU, nothing
                 pools[g].send(env_action[groups[g]].numpy())
             if k < 0:
                 continue  # perf[groups] at first, no group has waited long enough

@@ -83,7 +83,7 @@ class Args:
     cudagraphs: bool = False  # capture policy, gradients and optimizer step as CUDA graphs, without DDP
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -110,7 +110,7 @@ def check_numbers(args: Args):
 
 
 def make_envs(env_id: str, seeds: list[int], num_threads: int = 0):
-    """Makes EnvPool envs of an Atari game, one per seed; with 0 threads, it takes as many as there are cores.
+    """Makes EnvPool envs of an Atari game, one per seed; with 0 threads, each has one, up to the number of cores.
 
     A lost life ends an episode, and rewards are clipped to -1, 0 or 1. The unclipped reward is in info["reward"].
     """
@@ -201,7 +201,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
+    logprob, entropy and value (..) are those of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -222,6 +222,7 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
         value_error = torch.maximum(value_error, (clipped_value - batch["return"]) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
 
+    entropy = (weight * entropy).sum()
     old_approx_kl = -(weight * log_ratio).sum()
     approx_kl = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
     clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
@@ -239,6 +240,8 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
 
 def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter | SimpleNamespace]:
     """Joins the other ranks, as torchrun's variables say; rank 0 alone makes the run folder and logs."""
+    if args.timeout > 10**9:
+        fail(f"--timeout must be at most {10**9}, not {args.timeout}.")
     local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this node
     gpus = torch.cuda.device_count() if args.cuda else 0
     if local_rank >= gpus and (gpus or args.backend == "nccl"):
@@ -251,13 +254,13 @@ def start_rank(args: Args, rank: int) -> tuple[torch.device, Path, SummaryWriter
         if gpus:
             torch.cuda.set_device(device)
         if rank == 0:
-            run_dir.mkdir(parents=True)  # fails if another run has it
             if args.track:
                 import wandb
 
                 names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
                 wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
-            writer = SummaryWriter(run_dir, flush_secs=10)  # a rank that loses the others ends at once
+            run_dir.mkdir(parents=True)  # fails if another run has it
+            writer = SummaryWriter(run_dir, flush_secs=10)  # what is not flushed is lost if a rank dies
             (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))
     except Exception as error:
         fail(f"cannot use {device}, the folder {run_dir} or wandb: {error!s:.300}")
@@ -310,7 +313,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -365,6 +368,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -382,9 +386,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
@@ -468,7 +471,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         optimizer.param_groups[0]["capturable"] = capture
         start_anew(first_iteration)
 
-    obs_buffer = torch.zeros(T, *obs.shape, dtype=torch.uint8, device=device)
+    # the bytes of a pixel lie together, as the convolutions read them
+    obs_buffer = torch.zeros(T * N, *obs.shape[1:], dtype=torch.uint8, device=device)
+    obs_buffer = obs_buffer.to(memory_format=torch.channels_last).unflatten(0, (T, N))
     action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
     logprob_buffer = torch.zeros(T, N, device=device)
     value = torch.zeros(T + 1, N, device=device)
@@ -493,7 +498,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         logits, value = model(minibatch["obs"])
         logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
         local_count = minibatch["valid"].sum().clamp(min=2)
-        entropy = (minibatch["valid"] * entropy).sum() / local_count
         loss, losses = loss_of(logprob, entropy, value, minibatch, local_args)
         # the average over ranks of this is the mean over the rows of all ranks
         (loss * world_size * local_count / count).backward()
@@ -548,7 +552,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
         # learn
         reward_buffer, terminated_buffer, done_buffer, valid_buffer = torch.as_tensor(env_buffer, device=device)
-        _, _, value[T] = policy(obs.to(device, non_blocking=True), noise[0])
+        last_obs = obs.to(device, non_blocking=True, memory_format=torch.channels_last)
+        _, _, value[T] = policy(last_obs, noise[0])
         advantage = gae(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
         rollout = {"obs": obs_buffer, "action": action_buffer, "logprob": logprob_buffer, "value": value[:T]}
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}

@@ -96,7 +96,7 @@ class Args:
     cudagraphs: bool = False  # capture an epoch of updates as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -123,7 +123,7 @@ def check_numbers(args: Args):
 
 
 def make_envs(env_id: str, seeds: list[int], num_threads: int = 0):
-    """Makes EnvPool envs of an Atari game, one per seed; with 0 threads, it takes as many as there are cores.
+    """Makes EnvPool envs of an Atari game, one per seed; with 0 threads, each has one, up to the number of cores.
 
     A lost life ends an episode, and rewards are clipped to -1, 0 or 1. The unclipped reward is in info["reward"].
     """
@@ -221,7 +221,7 @@ def vtrace_scan(ratio: Tensor, reward: Tensor, value: Tensor, terminated: Tensor
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
+    logprob, entropy and value (..) are those of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -242,6 +242,7 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
         value_error = torch.maximum(value_error, (clipped_value - batch["return"]) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
 
+    entropy = (weight * entropy).sum()
     old_approx_kl = -(weight * log_ratio).sum()
     approx_kl = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
     clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
@@ -489,7 +490,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -544,6 +545,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -561,9 +563,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
@@ -731,7 +732,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     def loss_of(params: dict, minibatch: dict) -> tuple[Tensor, Tensor]:
         logits, value = functional_call(agent, params, minibatch["obs"])  # perf[graph]
         logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
-        entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
         return ppo_loss(logprob, entropy, value, minibatch, args)
 
     def update(idx: Tensor) -> Tensor:
@@ -749,7 +749,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses
 
     if args.compile:  # perf[graph]; update_epoch() calls the compiled update from here on
-        update = torch.compile(update, fullgraph=True, options={"cpp_wrapper": not on_gpu})  # perf[cpp]
+        update = torch.compile(update, fullgraph=True, options={"cpp_wrapper": device.type == "cpu"})  # perf[cpp]
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         update_epoch = CudaGraphModule(update_epoch, warmup=3)

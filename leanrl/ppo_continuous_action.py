@@ -72,7 +72,7 @@ class Args:
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -234,7 +234,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
+    logprob, entropy and value (..) are those of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -255,6 +255,7 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
         value_error = torch.maximum(value_error, (clipped_value - batch["return"]) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
 
+    entropy = (weight * entropy).sum()
     old_approx_kl = -(weight * log_ratio).sum()
     approx_kl = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
     clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
@@ -312,7 +313,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -367,6 +368,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -384,9 +386,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
@@ -423,7 +424,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         sys.exit(0)
     device = pick_device(args)
     run_dir, writer = start_run(args)
-    torch.set_num_threads(1)  # for matrices this small, a second thread costs more than it computes
+    torch.set_num_threads(1)  # for matrices this small, a second thread brings nothing
 
     raw_obs = np.zeros((N, obs_dim))
     for i, env in enumerate(envs):
@@ -488,7 +489,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 logprob_buffer[t], _ = gaussian_logprob_entropy(action, mean, logstd)
             obs_buffer[t] = obs
             action_buffer[t] = action
-            env_action = action.cpu().numpy()  # the one sync of a step
+            env_action = action.cpu().numpy()  # waits for the GPU; so does the copy of the observation
             env_action = env_action.reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
 
             # step and store

@@ -256,7 +256,7 @@ def gae(reward: Array, value: Array, terminated: Array, done: Array, gamma: floa
 def ppo_loss(logprob: Array, entropy: Array, value: Array, batch: dict[str, Array], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one array; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
+    logprob, entropy and value (..) are those of the current parameters; the batch is from before its first update.
     """
     count = jnp.maximum(batch["valid"].sum(), 2)
     weight = batch["valid"] / count
@@ -277,6 +277,7 @@ def ppo_loss(logprob: Array, entropy: Array, value: Array, batch: dict[str, Arra
         value_error = jnp.maximum(value_error, (clipped_value - batch["return"]) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
 
+    entropy = (weight * entropy).sum()
     old_approx_kl = -(weight * log_ratio).sum()
     approx_kl = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
     clipfrac = (weight * (jnp.abs(ratio - 1) > args.clip_coef)).sum()
@@ -333,7 +334,6 @@ def iterate(args: Args, learner: dict, envs: dict, lr: Array, noise: Array, unif
             logits = apply(parameters["actor"], minibatch["obs"])
             value = apply(parameters["critic"], minibatch["obs"]).squeeze(-1)
             logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
-            entropy = (minibatch["valid"] * entropy).sum() / jnp.maximum(minibatch["valid"].sum(), 1)
             return ppo_loss(logprob, entropy, value, minibatch, args)
 
         grads, losses = jax.grad(loss_of, has_aux=True)(learner["parameters"])
@@ -398,6 +398,7 @@ def report(losses: dict, last_returns: list[float], marks, writer, progress) -> 
             progress.close()
             writer.close()
             sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller learning rate may help.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])

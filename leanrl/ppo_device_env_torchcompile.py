@@ -83,7 +83,7 @@ class Args:
     cudagraphs: bool = False  # capture a whole iteration, rollout and updates, as one CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -310,7 +310,7 @@ def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, ga
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
+    logprob, entropy and value (..) are those of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -331,6 +331,7 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
         value_error = torch.maximum(value_error, (clipped_value - batch["return"]) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
 
+    entropy = (weight * entropy).sum()
     old_approx_kl = -(weight * log_ratio).sum()
     approx_kl = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
     clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
@@ -346,7 +347,7 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
-# perf[flat] keep all parameters in one vector, so that clipping, Adam and the checks before a call meet one tensor
+# perf[flat] keep all parameters in one vector, so that Adam, and whatever else goes over all of them, meets one tensor
 def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     """The parameters by name, as views of their vector (P,)."""
     parts = flat.split([shape.numel() for shape in shapes.values()])
@@ -457,7 +458,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -512,6 +513,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -529,9 +531,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
@@ -618,7 +619,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         def loss_of(flat: Tensor):
             logits, value = functional_call(agent, unflatten(flat, shapes), minibatch["obs"])
             logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
-            entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
             return ppo_loss(logprob, entropy, value, minibatch, args)
 
         grad, (_, losses) = grad_and_value(loss_of, has_aux=True)(flat)  # perf[graph]
@@ -647,9 +647,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses
 
     if args.compile:  # perf[graph]; iterate() calls the compiled functions from here on
-        options = {"cpp_wrapper": not on_gpu, "cpp.use_decompose_tanh": True}  # perf[cpp] perf[tanh]
+        options = {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}  # perf[cpp] perf[tanh]
         cpu = torch.cpu.get_capabilities()
-        if not on_gpu and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
+        if device.type == "cpu" and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
             options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
         step, prepare, update = (torch.compile(f, fullgraph=True, options=options) for f in (step, prepare, update))
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call

@@ -11,6 +11,7 @@ Papers: Schulman et al. 2017, https://arxiv.org/abs/1707.06347 ("eq."), Orvieto 
 Fast twin: ppo_lru_torchcompile.py. `diff -u` the two files to see what makes it faster.
 To learn the algorithm, read lru(), LRUAgent, gae(), ppo_loss() and train(). The rest is plumbing.
 Shapes: T = num_steps, N = num_envs; O = size of an observation, A = number of actions, H = hidden_size.
+How the memory is handled:
 1. Nothing is padded: where an episode starts, a factor of 0 drops the memory (picture: docs/memory.md).
 2. A minibatch holds whole rollouts of some envs, and starts from the state with which the policy acted.
 3. Gradients reach to the start of the rollout, the memory further. Truncations are bootstrapped.
@@ -75,7 +76,7 @@ class Args:
     max_grad_norm: float = 0.5  # scale larger gradients down to this norm
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -186,7 +187,7 @@ class LRUAgent(nn.Module):
         keep = inputs[..., -self.actor.out_features :].sum(-1, keepdim=True)  # 0 in a first step
         encoded = self.encoder(inputs).tanh()
         log_radius = -self.log_rate.exp()
-        scale = (1 - (2 * log_radius).exp()).sqrt()  # keeps the state's variance near 1 (Orvieto et al., eq. 7)
+        scale = (-(2 * log_radius).expm1()).sqrt()  # keeps the state's variance near 1 (Orvieto et al., eq. 7)
         drive = self.drive(encoded) * torch.cat([scale, scale])
         states = self.recurrence(log_radius, self.angle, drive, keep, state)
         hidden = encoded + F.silu(self.readout(states))
@@ -233,7 +234,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, value (..) and entropy () are those of the current parameters; the batch is from before its first update.
+    logprob, entropy and value (..) are those of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -254,6 +255,7 @@ def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, T
         value_error = torch.maximum(value_error, (clipped_value - batch["return"]) ** 2)
     value_loss = 0.5 * (weight * value_error).sum()
 
+    entropy = (weight * entropy).sum()
     old_approx_kl = -(weight * log_ratio).sum()
     approx_kl = (weight * (ratio - 1 - log_ratio)).sum()  # http://joschu.net/blog/kl-approx.html
     clipfrac = (weight * ((ratio - 1).abs() > args.clip_coef)).sum()
@@ -311,7 +313,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -366,6 +368,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -383,9 +386,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
@@ -458,7 +460,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         minibatch = {name: x[:, idx] for name, x in batch.items()}
         logits, value, _ = agent(minibatch["inputs"], minibatch["first_state"][0])
         logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
-        entropy = (minibatch["valid"] * entropy).sum() / minibatch["valid"].sum().clamp(min=1)
         loss, losses = ppo_loss(logprob, entropy, value, minibatch, args)
         optimizer.zero_grad()
         loss.backward()
@@ -483,7 +484,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 logits, value[t], state = agent(input_buffer[t : t + 1], state)
                 action_buffer[t] = (logits[0] + noise[t]).argmax(-1)  # this samples from softmax(logits)
                 logprob_buffer[t], _ = categorical_logprob_entropy(action_buffer[t], logits[0])
-            env_action = action_buffer[t].cpu().numpy()  # the one sync of a step
+            env_action = action_buffer[t].cpu().numpy()  # waits for the GPU; so does the copy of the observation
 
             # step and store
             valid = ~(terminated | truncated)  # an env whose episode has ended only resets

@@ -85,7 +85,7 @@ class Args:
     bf16: bool = False  # multiply the layers of 256 x 256 in bfloat16
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -279,8 +279,8 @@ def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
 def multiply_in_bfloat16(layers: nn.Sequential):  # perf[bf16]
     """Lets the layer of 256 x 256, which is nine tenths of the work, multiply in bfloat16."""
     linear = layers[2]
-    product = nn.functional.linear
-    linear.forward = lambda x: product(x.bfloat16(), linear.weight.bfloat16()).to(linear.bias.dtype) + linear.bias
+    multiply = nn.functional.linear
+    linear.forward = lambda x: multiply(x.bfloat16(), linear.weight.bfloat16()).to(linear.bias.dtype) + linear.bias
 
 
 def pick_device(args: Args) -> torch.device:
@@ -358,7 +358,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -413,6 +413,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -430,9 +431,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
@@ -542,9 +542,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
         grads, (_, (q, loss)) = grad_and_value(loss_of, has_aux=True)(critic_params)  # perf[graph]
         adam_(critic_params.values(), grads.values(), *critics_adam, q_lr, eps=1e-8)
-        due = critics_adam[-1] % args.target_network_frequency == 0  # perf[tensor] Adam counts the updates
+        is_due = critics_adam[-1] % args.target_network_frequency == 0  # perf[tensor] Adam counts the updates
         for name, param in critic_params.items():
-            critic_params_target[name].lerp_(param, args.tau * due)
+            critic_params_target[name].lerp_(param, args.tau * is_due)
 
         q1, q2 = (batch["weight"] * q.detach()).sum(-1)
         loss1, loss2 = loss.detach()
@@ -593,9 +593,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         for network in (actor, critics[0]):
             multiply_in_bfloat16(network.layers)
     if args.compile:  # perf[graph] one graph each; act() finds the compiled policy by its name
-        options = {"fallback_random": True, "cpp_wrapper": not on_gpu}  # perf[cpp]
+        options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # perf[cpp]
         cpu = torch.cpu.get_capabilities()
-        if not on_gpu and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
+        if device.type == "cpu" and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
             options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
         policy = torch.compile(policy, fullgraph=True, options=options)
         update = torch.compile(update, fullgraph=True, options=options)
@@ -654,7 +654,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "step": step + 1, "global_step": global_step, "updates": updates}
             kept["last_returns"] = list(last_returns)
-            kept["replay"] = ring[: step + 2].cpu().clone()  # a view would be saved with the whole ring
+            kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
             kept |= {"row": row, "state": state}  # perf[graph]
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step

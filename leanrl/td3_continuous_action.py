@@ -71,7 +71,7 @@ class Args:
     policy_frequency: int = 2  # update the actor and the targets after every so many critic updates
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # save every so many env steps, at a report, which cuts open episodes off; 0: never
+    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -259,7 +259,7 @@ def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
     path = run_dir / "checkpoint.pt"
     new = run_dir / "checkpoint.new"
     try:
-        if not all(state[name].isfinite().all() for name in ("replay", "row", "rows") if name in state):
+        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
             raise OSError("the replay holds NaN or infinity")
         with new.open("wb") as file:
             torch.save(state, file)
@@ -314,6 +314,7 @@ def report(losses: dict, parameters: dict, data: list, last_returns, marks, writ
             if not all(x.isfinite().all() for x in data):
                 advice = "an observation, a reward or an action is not finite, either"
             sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
+    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
     seconds, steps = np.array(marks).T
     warm = min(WARMUP_REPORTS, len(marks) - 2)
     metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
@@ -331,9 +332,8 @@ def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, poli
     summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
     try:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():
-            number = math.nan if value is None else value
-            writer.add_scalar(f"summary/{name}", number, metrics["global_step"])  # for W&B, too
+        for name, value in metrics.items():  # for W&B, too
+            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
         writer.close()
         if args.save_model:
             for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
@@ -456,6 +456,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 action = action + actor.scale * args.exploration_noise * torch.randn_like(action)
         else:
             action = low + (high - low) * torch.rand(N, action_dim, device=device)
+        # .cpu() waits for the GPU: here for the actor alone, so the update runs while the envs step
+        env_action = action.cpu().numpy().reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
 
         # learn
         for _ in range(N if step >= random_steps else 0):
@@ -466,7 +468,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 losses |= learn_actor(batch)
 
         # step and store
-        env_action = action.cpu().numpy().reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
         row_action[:] = env_action.reshape(N, action_dim)
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
         global_step += N
@@ -486,7 +487,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "step": step + 1, "global_step": global_step, "updates": updates}
             kept["last_returns"] = list(last_returns)
-            kept["replay"] = ring[: step + 2].cpu().clone()  # a view would be saved with the whole ring
+            kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
             kept |= {name: learner.state_dict() for name, learner in learners.items()}
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step

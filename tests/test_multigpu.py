@@ -322,6 +322,7 @@ def test_without_torchrun_it_says_how_to_start(capsys, monkeypatch):
         ({"backend": "nccl"}, "local rank 0 needs a GPU"),
         ({"exp_name": "a\0b"}, "cannot use cpu, the folder"),
         ({"timeout": 0}, "--timeout"),
+        ({"timeout": 10**12}, "--timeout"),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import deque
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from conftest import (
     ATARI,
     DEVICE,
     DISCRETE,
+    FILES,
     GYM,
     MEMORY,
     OFF_POLICY,
@@ -447,6 +449,21 @@ def test_nothing_grows_with_time(name, fork_server):
     assert code == 0, output
     short, long = map(int, output.splitlines()[-1].split()[1:])
     assert long - short < 8, f"{short} MB after 1500 steps, {long} MB after 3000"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_report_costs_the_same_after_days(name):
+    """The list of marks stays short, and the speed is what all of them say."""
+    script = load(name)
+    nothing = SimpleNamespace(add_scalar=lambda *_: None, set_postfix=lambda **_: None, update=lambda _: None, n=0)
+    marks = [(0.0, 0)]
+    for i in range(1, 30):
+        marks.append((float(i * i), 100 * i))
+        more = () if name.endswith("_jax") else ({"weight": torch.ones(1)}, [])
+        metrics = script.report({"a_loss": torch.ones(())}, *more, deque(), marks, nothing, nothing)
+        warm = min(i - 1, script.WARMUP_REPORTS)
+        assert metrics["SPS"] == pytest.approx(100 * (i - warm) / (i * i - warm * warm))
+        assert len(marks) <= script.WARMUP_REPORTS + 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs GNU's OpenMP")
