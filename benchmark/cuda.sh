@@ -4,9 +4,9 @@
 #   bash benchmark/cuda.sh OUT             # PYTHONPATH holds what requirements/ lists, besides torch >= 2.11 and pytest
 #   bash benchmark/cuda.sh OUT tests-dqn speed-dqn   # some parts only, so that each call stays below a time limit
 #
-# Parts: tests-X (modes compute the same), learning-X (they learn), speed-X, where X is dqn, sac_continuous_action,
-# td3_continuous_action, ppo_continuous_action or ppo_atari_envpool; tests-others; tests-ranks and
-# speed-ppo_atari_multigpu (two GPUs). A part takes at most 9 minutes.
+# Parts: tests-X (modes compute the same), resume-X (a run that was killed goes on), learning-X (they learn) and speed-X,
+# where X is a script with a twin; tests-others; tests-ray (both on Ray); tests-ranks and speed-ppo_atari_multigpu (two
+# GPUs). A part takes at most 9 minutes.
 #
 # Leaves OUT/PART.log, OUT/SCRIPT.json, OUT/SCRIPT.png and OUT/SCRIPT_gpu.png, and prints the tables last.
 set -euo pipefail
@@ -23,17 +23,25 @@ python3 -c 'import torch, tensordict, gymnasium, sys; print(sys.version.split()[
 
 export TORCH_CUDAGRAPH_GC=1 # a graph that is freed while another is captured would break the capture
 failed=0 # a part that fails does not keep the rest from being measured
+# -W default: a warning of that machine's libraries is no failure; -s INT: pytest then tells what has failed so far
+tests() { timeout -s INT -k 15 540 python3 -m pytest -W default --show-capture=no -p no:cacheprovider "$@" 2>&1; }
 check() { # check PART FILE [EXPRESSION]: what needs a GPU where there is one
   wanted "$1" || return 0
-  # -W default: a warning of that machine's libraries is no failure; -s INT: pytest then tells what has failed so far
-  timeout -s INT -k 15 540 python3 -m pytest "tests/$2" ${gpu:+-m cuda} -k "${3:-test}" -v -W default \
-    --show-capture=no -p no:cacheprovider 2>&1 | tee "$out/$1.log" ||
-    { echo "FAILED: $1" | tee -a "$out/$1.log" && failed=1; }
+  tests "tests/$2" ${gpu:+-m cuda} -k "${3:-test}" -v | tee "$out/$1.log" && return
+  echo "FAILED: $1" | tee -a "$out/$1.log"
+  failed=1
+  # a capture that fails can spoil all that follows in its process: each test that failed once more, alone
+  sed -n 's/^FAILED \(.*\)/\1/p' "$out/$1.log" | sed 's/ - .*//' | grep :: | head -5 | while read -r test; do
+    { echo "alone: $test" && tests "$test" -q; } | tee -a "$out/$1.log" || true
+  done || true
 }
 scripts="dqn sac_continuous_action td3_continuous_action ppo_continuous_action ppo_atari_envpool"
-for script in $scripts; do check "tests-$script" test_cuda.py "$script"; done
+scripts+=" dqn_lru ppo_lru ppo_rnn ppo_device_env a2c_device_env"
+for script in $scripts; do check "tests-$script" test_cuda.py "$script and not ${script}_lru"; done
 check tests-others test_cuda.py "not (${scripts// / or })"
-for script in $scripts; do check "learning-$script" test_learning.py "$script"; done
+check tests-ray test_ray.py
+for script in $scripts; do check "resume-$script" test_checkpoints.py "$script and not ${script}_lru"; done
+for script in $scripts; do check "learning-$script" test_learning.py "$script and not ${script}_lru"; done
 check tests-ranks test_multigpu.py # all skipped on one GPU
 
 speed() { # speed SCRIPT [FLAGS OF compare.py]: each mode for ten seconds or more after its warm-up
@@ -46,6 +54,9 @@ speed ppo_continuous_action "${clock[@]}"
 speed td3_continuous_action "${clock[@]}"
 speed sac_continuous_action "${clock[@]}"
 speed dqn --steps 200000 # by the clock, a slow mode would end while most of its actions are random
+speed dqn_lru --steps 50000
+for script in ppo_lru ppo_rnn; do speed $script "${clock[@]}"; done
+for script in ppo_device_env a2c_device_env; do speed $script --steps 1000000000 --seconds 10; done
 if [[ $gpu ]]; then
   speed ppo_atari_envpool "${clock[@]}" --modes eager compile compile+cudagraphs{,+groups,+groups+bf16}
   speed ppo_atari_multigpu --steps 131072 # ranks would not end at the same report

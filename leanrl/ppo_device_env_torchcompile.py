@@ -648,8 +648,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     if args.compile:  # perf[graph]; iterate() calls the compiled functions from here on
         options = {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}  # perf[cpp] perf[tanh]
-        cpu = torch.cpu.get_capabilities()
-        if device.type == "cpu" and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
+        cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+        if "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
             options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
         step, prepare, update = (torch.compile(f, fullgraph=True, options=options) for f in (step, prepare, update))
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call

@@ -566,8 +566,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             multiply_in_bfloat16(network.layers)
     if args.compile:  # perf[graph] one graph each; act() finds the compiled policy by its name
         options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # perf[cpp]
-        cpu = torch.cpu.get_capabilities()
-        if device.type == "cpu" and "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
+        cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+        if "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
             options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
         policy = torch.compile(policy, fullgraph=True, options=options)
         update = torch.compile(update, fullgraph=True, options=options)

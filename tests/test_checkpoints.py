@@ -120,14 +120,17 @@ def test_a_killed_and_resumed_run_computes_the_same_bits(monkeypatch, name, flag
 @pytest.mark.cuda
 @pytest.mark.parametrize(("name", "flags"), ON_CUDA)
 def test_a_killed_and_resumed_run_on_a_gpu_learns_the_same(monkeypatch, name, flags):
-    """To rounding: some kernels add in an order of their own. Without the checkpoint, it would be another run."""
+    """To rounding: some kernels add in an order of their own. Without the checkpoint, it would be another run.
+
+    Where the envs are in the checkpoint, it changes nothing: another seed tells how far apart two runs are.
+    """
     patch_reports(monkeypatch, name)
     sizes = problem(name) | flags
     whole = train(monkeypatch, name, **sizes)
     path = train_until_killed(monkeypatch, name, **sizes)
     resumed = train(monkeypatch, name, **sizes, resume=str(path))
-    plain = train(monkeypatch, name, **sizes | {"checkpoint_interval": 0})
-    assert largest_difference(whole, resumed) < 0.1 * largest_difference(whole, plain)
+    other = train(monkeypatch, name, **sizes | ({"seed": 2} if name in DEVICE else {"checkpoint_interval": 0}))
+    assert largest_difference(whole, resumed) < 0.1 * largest_difference(whole, other)
 
 
 def leaves(saved: dict) -> list[tuple]:

@@ -247,8 +247,8 @@ def test_ppo_waits_for_the_gpu_at_known_lines_only(monkeypatch, twin, mode, devi
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
     assert len(reports) == 6
-    known = ("get_device_module(device).synchronize()", "torch.as_tensor(env_buffer", 'batch["valid"] > 0', ".tolist()")
-    known += () if twin in ATARI else (".cpu().numpy()", "obs_buffer.to(device)")
+    known = ("get_device_module(device).synchronize()", "torch.as_tensor(env_buffer", ".tolist()")
+    known += () if twin in ATARI else (".cpu().numpy()", "torch.as_tensor(obs_buffer", "torch.as_tensor(action_buffer")
     assert all(any(part in line for part in known) for line in waits), set(waits)
     assert bool(waits) == (device == "cuda")
 

@@ -25,6 +25,7 @@ import torch
 from catalog import row
 from conftest import RAY, ROOT, QuadrantPool, ScriptedPool, close_writers, largest_difference, load, tiny, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_cuda import distance
 from test_scripted_env import DONE, OBS, REWARD, TERMINATED, VALID, record
 from torch._dynamo.utils import counters
 
@@ -267,6 +268,25 @@ def test_without_a_lag_it_is_ppo(monkeypatch, local, quadrants, name):
     assert largest_difference(alone, run) < 2e-5
     assert run.metrics["episodic_return"] == alone.metrics["episodic_return"] is not None
     assert run.metrics["ratio"] == pytest.approx(1, abs=1e-6) and run.metrics["lag_max"] == 0
+
+
+GRAPHS = {"cudagraphs": True}
+ON_CUDA = [pytest.param("cuda", flags, marks=pytest.mark.cuda) for flags in ({}, GRAPHS, GRAPHS | {"compile": True})]
+
+
+@pytest.mark.parametrize(("device", "flags"), [("cpu", {}), *ON_CUDA])
+@pytest.mark.parametrize("eager", ["ppo_continuous_action_ray", "ppo_atari_ray"])
+def test_every_mode_learns_the_same(monkeypatch, local, eager, device, flags):
+    twin = f"{eager}_torchcompile"
+    if "atari" in eager:
+        for name in (eager, twin):
+            monkeypatch.setattr(load(name), "make_envs", ScriptedPool)
+    sizes = tiny(eager) | {"device": device}
+    plain = train(monkeypatch, eager, **sizes)
+    fast = train(monkeypatch, twin, **sizes | flags)
+    still = train(monkeypatch, eager, **sizes | {"learning_rate": 0.0})
+    moved = distance(plain.parameters, still.parameters)
+    assert moved > 0 and distance(plain.parameters, fast.parameters) < 0.05 * moved
 
 
 @pytest.mark.parametrize(("name", "lag"), [*itertools.product(ATARI, [0, 1]), (ATARI[0], 2)])
