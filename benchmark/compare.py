@@ -48,7 +48,7 @@ class Args:
     slices: int | None = None  # parts of a run, in turn; default: 20, or 1 for players on Ray; 1: runs take no turns
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
     flags: str = ""  # more flags of the scripts, in one string; write --flags="--num-envs 1024"
-    threads: int | None = None  # of every run, on as many cores; default: the script's; for JAX and peers, the best
+    threads: int | None = None  # of every run, on as many cores; default: the script's; of JAX and peers 1 or all
     peers: bool = True  # measure the other libraries that are installed
     external: tuple[str, ...] = ()  # programs of your own, each NAME=COMMAND, with {steps} (and {seed}) in the command
     profile: bool = False  # also print where the microseconds of a step go
@@ -279,11 +279,14 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     env_id = args.env_id or entry.env_id
     steps = args.steps or entry.steps
     ours = [mode for mode in entry.modes if here["gpu"] or "cudagraphs" not in mode]
-    if not (args.peers and importlib.util.find_spec("jax")):
+    needed = ("jax", "jax_cuda12_plugin") if here["gpu"] else ("jax",)
+    has_jax = all(importlib.util.find_spec(package) for package in needed)
+    if not (args.peers and has_jax):
         ours = [mode for mode in ours if mode not in JAX]
     if entry.modes is RANKS and here["gpu"] and here["gpus"] < 2:
         ours = [mode for mode in ours if mode[0] == "1"]  # each rank needs a GPU
     peers = [name for name, (package, _) in entry.peers.items() if importlib.util.find_spec(package)]
+    peers = [name for name in peers if has_jax or entry.peers[name][0] != "sbx"]
     if unknown := set(args.modes) - set(ours) - set(peers):
         sys.exit(f"error: no mode {', '.join(unknown)} here; there are: {', '.join(ours + peers)}")
     chosen = [m for m in ours + (peers if args.peers else []) if not args.modes or m in args.modes]
@@ -327,8 +330,9 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     print(path, path.with_suffix(".png"), sep="\n")
     if here["gpu"]:
         utilisation(report, args.out / f"{script}_gpu.png")
-    if args.profile:
-        profile([Run(script, mode, seed=1, threads=args.threads, **about) for mode in ours if mode in chosen])
+    profiled = [Run(script, mode, seed=1, threads=args.threads, **about) for mode in ours if mode in chosen]
+    if args.profile and profiled:
+        profile(profiled)
 
 
 def profile(runs: list[Run]):

@@ -5,8 +5,8 @@
 #   bash benchmark/cuda.sh OUT tests-dqn speed-dqn   # some parts only, so that each call stays below a time limit
 #
 # Parts: tests-X (modes compute the same), resume-X (a run that was killed goes on), learning-X (they learn) and speed-X,
-# where X is a script with a twin; tests-others; tests-ray (both on Ray); tests-ranks and speed-ppo_atari_multigpu (two
-# GPUs). A part takes at most 9 minutes.
+# where X is a script with a twin, but not on Ray; tests-others; tests-ray (both on Ray); tests-ranks and
+# speed-ppo_atari_multigpu (two GPUs). A part takes at most 9 minutes.
 #
 # Leaves OUT/PART.log, OUT/SCRIPT.json, OUT/SCRIPT.png and OUT/SCRIPT_gpu.png, and prints the tables last.
 set -euo pipefail
@@ -24,14 +24,16 @@ python3 -c 'import torch, tensordict, gymnasium, sys; print(sys.version.split()[
 export TORCH_CUDAGRAPH_GC=1 # a graph that is freed while another is captured would break the capture
 failed=0 # a part that fails does not keep the rest from being measured
 # -W default: a warning of that machine's libraries is no failure; -s INT: pytest then tells what has failed so far
-tests() { timeout -s INT -k 15 540 python3 -m pytest -W default --show-capture=no -p no:cacheprovider "$@" 2>&1; }
+tests() { timeout -s INT -k 15 $((until - SECONDS)) python3 -m pytest -W default --show-capture=no -p no:cacheprovider "$@" 2>&1; }
 check() { # check PART FILE [EXPRESSION]: what needs a GPU where there is one
   wanted "$1" || return 0
+  local until=$((SECONDS + 540)) test
   tests "tests/$2" ${gpu:+-m cuda} -k "${3:-test}" -v | tee "$out/$1.log" && return
   echo "FAILED: $1" | tee -a "$out/$1.log"
   failed=1
-  # a capture that fails can spoil all that follows in its process: each test that failed once more, alone
+  # a capture that fails can spoil all that follows in its process: so each failed test, up to five, runs again, alone
   sed -n 's/^FAILED \(.*\)/\1/p' "$out/$1.log" | sed 's/ - .*//' | grep :: | head -5 | while read -r test; do
+    ((SECONDS < until)) || break
     { echo "alone: $test" && tests "$test" -q; } | tee -a "$out/$1.log" || true
   done || true
 }

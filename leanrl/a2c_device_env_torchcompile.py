@@ -334,7 +334,7 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
-# perf[flat] keep all parameters in one vector, so that Adam, and whatever else goes over all of them, meets one tensor
+# perf[flat] keep all parameters in one vector, so that Adam and all else meets one tensor
 def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     """The parameters by name, as views of their vector (P,)."""
     parts = flat.split([shape.numel() for shape in shapes.values()])
@@ -557,8 +557,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         sys.exit(0)
     if args.compile and T > 64:  # perf[graph] all steps of a rollout are in one graph
         fail("--compile takes many minutes with --num-steps above 64; lower it, or leave --compile out.")
-    on_gpu = device.type == "cuda"
-    if args.cudagraphs and not on_gpu:  # perf[capture]
+    if args.cudagraphs and device.type != "cuda":  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
     run_dir, writer = start_run(args)

@@ -74,7 +74,7 @@ class Args:
     train_frequency: int = 40  # env steps between updates
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which cut open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -449,7 +449,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             memory.copy_(state)
             return first_action + q[0].argmax(-1).cpu().numpy()
 
-    def learn(newest: Tensor) -> dict[str, Tensor]:
+    def update(newest: Tensor) -> dict[str, Tensor]:
         """Moves the network towards the target of double Q-learning (arXiv:1509.06461, eq. 4) on new slices."""
         slices, state = sample_slices(ring, states, newest, args)
         old_inputs, inputs = slices[..., :-3].split([args.burn_in, args.seq_length])
@@ -490,7 +490,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if learning and global_step % args.train_frequency == 0:
             if not losses:
                 marks = [(time.perf_counter(), global_step)]  # the clock starts anew with learning
-            losses = learn(torch.tensor(step, device=device))
+            losses = update(torch.tensor(step, device=device))
         if learning and global_step % args.target_network_frequency < N:
             with torch.no_grad():
                 torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), args.tau)

@@ -77,7 +77,7 @@ class Args:
     cudagraphs: bool = False  # capture the update as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which cut open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -228,7 +228,7 @@ def insert_(ring: Tensor, newest: Tensor, rows: Tensor):
     newest.add_(len(rows))
 
 
-# perf[flat] keep all parameters in one vector, so that Adam, and whatever else goes over all of them, meets one tensor
+# perf[flat] keep all parameters in one vector, so that Adam and all else meets one tensor
 def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     """The parameters by name, as views of their vector (P,)."""
     parts = flat.split([shape.numel() for shape in shapes.values()])

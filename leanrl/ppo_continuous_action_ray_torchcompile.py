@@ -92,7 +92,7 @@ class Args:
     cudagraphs: bool = False  # capture an epoch of updates as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves; each cuts open episodes off; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which cut open episodes off; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -280,7 +280,7 @@ def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, ga
 def ppo_loss(logprob: Tensor, entropy: Tensor, value: Tensor, batch: dict[str, Tensor], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one tensor; every mean is over the valid rows.
 
-    logprob, entropy and value (..) are those of the current parameters; the batch is from before its first update.
+    logprob, value (..) and entropy (..) or () are of the current parameters; the batch is from before its first update.
     """
     count = batch["valid"].sum().clamp(min=2)
     weight = batch["valid"] / count
@@ -494,7 +494,7 @@ def collect(workers: list, refs: list, timeout: float) -> list:
     return results
 
 
-# perf[flat] keep all parameters in one vector, so that Adam, and whatever else goes over all of them, meets one tensor
+# perf[flat] keep all parameters in one vector, so that Adam and all else meets one tensor
 def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     """The parameters by name, as views of their vector (P,)."""
     parts = flat.split([shape.numel() for shape in shapes.values()])
@@ -682,8 +682,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
         sys.exit(0)
     device = pick_device(args)
-    on_gpu = device.type == "cuda"
-    if args.cudagraphs and not on_gpu:  # perf[capture]
+    if args.cudagraphs and device.type != "cuda":  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
     bytes_of_rollout = 4 * T * N * (obs_dim + 2 * action_dim + 6)

@@ -256,7 +256,7 @@ def gae(reward: Array, value: Array, terminated: Array, done: Array, gamma: floa
 def ppo_loss(logprob: Array, entropy: Array, value: Array, batch: dict[str, Array], args: Args):
     """PPO's clipped loss () (eq. 7 and 9) and what to log, PPO_LOSSES in one array; every mean is over the valid rows.
 
-    logprob, entropy and value (..) are those of the current parameters; the batch is from before its first update.
+    logprob, value (..) and entropy (..) or () are of the current parameters; the batch is from before its first update.
     """
     count = jnp.maximum(batch["valid"].sum(), 2)
     weight = batch["valid"] / count

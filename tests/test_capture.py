@@ -69,7 +69,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-CASES = [  # twin, flags, launches and waits per env step at most; a replay counts once (three if it draws)
+CASES = [  # twin, flags, launches and waits per env step at most; a replay counts once, also if it draws
     ("dqn_torchcompile", {}, 0.95, 0.2),
     ("td3_continuous_action_torchcompile", {}, 3.3, 1.1),
     ("sac_continuous_action_torchcompile", {}, 3.3, 1.1),

@@ -58,7 +58,9 @@ def test_ppo_loss_ignores_masked_rows_and_equals_the_textbook(flags):
     logprob, value = (torch.randn(64, generator=rng) * 0.3 + rows[name] for name in ("logprob", "value"))
     args = script.Args(ent_coef=0.01, **flags)
     clip = args.clip_coef
-    loss, losses = script.ppo_loss(logprob, torch.tensor(1.5), value, batch, args)
+    entropy = torch.rand(64, generator=rng)
+    loss, losses = script.ppo_loss(logprob, entropy, value, batch, args)
+    of_one, _ = script.ppo_loss(logprob, torch.tensor(1.5), value, batch, args)  # a Gaussian has the same in all rows
     losses = dict(zip(script.PPO_LOSSES, losses, strict=True))
 
     keep = batch["valid"] > 0
@@ -71,7 +73,8 @@ def test_ppo_loss_ignores_masked_rows_and_equals_the_textbook(flags):
     clipped = rows["value"][keep] + (value - rows["value"])[keep].clamp(-clip, clip)
     if args.clip_vloss:
         error = torch.maximum(error, (clipped - rows["return"][keep]) ** 2)
-    torch.testing.assert_close(loss, policy_loss - 0.01 * 1.5 + args.vf_coef * 0.5 * error.mean())
+    torch.testing.assert_close(loss, policy_loss - 0.01 * entropy[keep].mean() + args.vf_coef * 0.5 * error.mean())
+    torch.testing.assert_close(of_one, policy_loss - 0.01 * 1.5 + args.vf_coef * 0.5 * error.mean())
     torch.testing.assert_close(losses["approx_kl"], (ratio - 1 - ratio.log()).mean())
     torch.testing.assert_close(losses["old_approx_kl"], -ratio.log().mean())
     torch.testing.assert_close(losses["clipfrac"], ((ratio - 1).abs() > clip).float().mean())

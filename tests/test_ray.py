@@ -454,7 +454,7 @@ def test_one_update_of_everything_is_impala():
     logprob, entropy = script.categorical_logprob_entropy(action, logits)
     batch = {"valid": torch.ones(40), "advantage": advantage, "logprob": logprob.detach()}
     batch |= {"return": return_, "value": value.detach()}
-    loss, _ = script.ppo_loss(logprob, entropy.mean(), value, batch, args)
+    loss, _ = script.ppo_loss(logprob, entropy, value, batch, args)
     impala = -(advantage * logprob).mean() + 0.5 * 0.5 * ((value - return_) ** 2).mean() - 0.01 * entropy.mean()
     for a, b in zip(*(torch.autograd.grad(x, (logits, value), retain_graph=True) for x in (loss, impala))):
         torch.testing.assert_close(a, b)
