@@ -101,6 +101,10 @@ def be_rank(variables: dict[str, str], cwd, patch: str, args: dict):
                 p.data += rank  # the broadcast of rank 0's parameters must put that right
             agents.append(self)
 
+        def forward(self, frames):
+            assert frames.is_contiguous(memory_format=torch.channels_last)
+            return super().forward(frames)
+
     script.AtariAgent = SpiedAgent
     torch.set_num_threads(1)
     exec(patch, {"os": os, "rank": rank, "script": script, "sys": sys, "torch": torch, "ScriptedPool": ScriptedPool})
