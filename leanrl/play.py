@@ -169,6 +169,8 @@ class AtariGame(gym.Env):
 class MinAtarFilm(gym.Wrapper):
     """Draws MinAtar for a film: its 10 x 10 colours between 0 and 1 become (160, 160, 3) bytes."""
 
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+
     def render(self) -> np.ndarray:
         return (255 * self.env.render()).astype(np.uint8).repeat(16, 0).repeat(16, 1)
 
@@ -186,6 +188,7 @@ def make_played_env(env_id: str, is_atari: bool, render_mode: str | None) -> gym
             if env_id not in gym.registry:
                 register_envs()
             settings["max_episode_steps"] = 1000  # as in training; MinAtar has no limit
+            settings["disable_env_checker"] = True  # it warns that MinAtar names no frames per second
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
             env = gym.make(env_id, **settings)
         if is_minatar:

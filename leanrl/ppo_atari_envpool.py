@@ -397,7 +397,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     obs_buffer = torch.zeros(T, *obs.shape, dtype=torch.uint8, device=device)
     action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
     logprob_buffer = torch.zeros(T, N, device=device)
-    value = torch.zeros(T + 1, N, device=device)
+    value = torch.zeros(T + 1, N, device=device)  # value[T] is that of the last observation
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
     done = np.zeros(N, bool)
     scores = np.zeros(N)
@@ -433,7 +433,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return ppo_loss(logprob, entropy, value, minibatch, args)
 
     def update(idx: Tensor) -> Tensor:
-        """A gradient step on the rows idx of the batch; returns what to log."""
+        """A gradient step on the rows idx (b,) of the batch.
+
+        Returns what to log, PPO_LOSSES in one tensor.
+        """
         minibatch = {name: x[idx] for name, x in batch.items()}
         loss, losses = loss_of(minibatch)
         optimizer.zero_grad()

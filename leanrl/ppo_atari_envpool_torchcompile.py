@@ -463,7 +463,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     obs_buffer = obs_buffer.to(memory_format=torch.channels_last).unflatten(0, (T + 1, N))
     action_buffer = torch.zeros(T + 1, N, dtype=torch.long, device=device)
     logprob_buffer = torch.zeros(T + 1, N, device=device)
-    value = torch.zeros(T + 1, N, device=device)  # at time T, only the value of the last observation is used
+    value = torch.zeros(T + 1, N, device=device)  # value[T] is that of the last observation
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
     done = np.zeros(N, bool)
     scores = np.zeros(N)
@@ -513,7 +513,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return ppo_loss(logprob, entropy, value, minibatch, args)
 
     def update(idx: Tensor) -> Tensor:
-        """A gradient step on the rows idx of the batch; returns what to log."""
+        """A gradient step on the rows idx (b,) of the batch.
+
+        Returns what to log, PPO_LOSSES in one tensor.
+        """
         minibatch = {name: x[idx] for name, x in batch.items()}
         grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(parameters, minibatch)  # perf[graph]
         norm = torch.stack([grad.norm() for grad in grads.values()]).norm()

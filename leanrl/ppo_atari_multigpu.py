@@ -471,9 +471,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         optimizer.param_groups[0]["capturable"] = capture
         start_anew(first_iteration)
 
-    # the bytes of a pixel lie together, as the convolutions read them
-    obs_buffer = torch.zeros(T * N, *obs.shape[1:], dtype=torch.uint8, device=device)
-    obs_buffer = obs_buffer.to(memory_format=torch.channels_last).unflatten(0, (T, N))
+    channels, height, width = obs.shape[1:]
+    obs_buffer = torch.zeros(T, N, height, width, channels, dtype=torch.uint8, device=device)
+    obs_buffer = obs_buffer.permute(0, 1, 4, 2, 3)  # the bytes of a pixel lie together, as the convolutions read them
     action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
     logprob_buffer = torch.zeros(T, N, device=device)
     value = torch.zeros(T + 1, N, device=device)

@@ -101,7 +101,7 @@ def test_a_policy_of_minatar_plays_in_its_own_package(monkeypatch):
     film = play.play(play.Args(run.run_dir / "policy.pt2", episodes=1, video=True))
     frames = imageio.imread(run.run_dir / "videos" / "seed1-episode-0.mp4", plugin="FFMPEG")
     assert film["lengths"][0] <= len(frames) <= film["lengths"][0] + 1 and frames.shape[1:] == (160, 160, 3)
-    assert frames[:, 144:, :].max() > 100  # the paddle, in the lowest row
+    assert frames[:, 144:].max() > 50  # the paddle, in the lowest row
 
 
 def test_returns_are_those_of_a_loop_by_hand(cart):
