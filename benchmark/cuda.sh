@@ -15,7 +15,8 @@ parts=" ${*:2} "
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1
-wanted() { [[ $parts == "  " || $parts == *" $1 "* ]]; }
+known=" "
+wanted() { known+="$1 " && [[ $parts == "  " || $parts == *" $1 "* ]]; }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no GPU: the CPU side only"
 gpu=$(nvidia-smi -L 2>/dev/null | head -1 || true)
@@ -66,4 +67,5 @@ else
   speed ppo_atari_envpool "${clock[@]}" --modes eager compile
   speed ppo_atari_multigpu --steps 8192 --modes "1 rank" "2 ranks"
 fi
+for part in "${@:2}"; do [[ $known == *" $part "* ]] || { echo "error: no part $part; there are:$known" && failed=1; }; done
 exit $failed

@@ -133,6 +133,14 @@ def test_a_killed_and_resumed_run_on_a_gpu_learns_the_same(monkeypatch, name, fl
     assert largest_difference(whole, resumed) < 0.1 * largest_difference(whole, other)
 
 
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_a_checkpoint_holds_no_more_of_the_replay_than_is_filled(monkeypatch, name):
+    patch_reports(monkeypatch, name)
+    run = train(monkeypatch, name, **problem(name) | {"buffer_size": 10_000})
+    replay = kept(run.run_dir / "checkpoint.pt")["replay"]
+    assert len(replay) < 5_000 and replay.untyped_storage().nbytes() == replay.numel() * replay.element_size()
+
+
 def leaves(saved: dict) -> list[tuple]:
     """Where the parts of a checkpoint are: its entries, those of "state" one by one."""
     return [(k,) for k in saved if k not in COUNTS | {"state"}] + [("state", k) for k in saved.get("state", {})]
