@@ -22,6 +22,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS, PEER = "#2b6cb0", "#a0aec0"
 COLORS = {"eager": "#c05621", "compile+bf16": "#2f855a", "no memory": "#718096"}
 COLORS |= {"jax": "#805ad5", "sb3 contrib": "#d69e2e"}
+COLORS |= {"compile annealed over 10M": "#319795", "eager annealed over 10M": "#d53f8c"}
 
 
 def bars(reports: list[dict], path: Path):
@@ -108,7 +109,7 @@ def curves(path: Path):
         script, env_id, total_timesteps, mode = file.stem.split("__")
         panels_of[script, env_id, total_timesteps].append((mode.replace("-", " "), read_csv(file)))
     height = -(-len(panels_of) // 2)
-    figure, panels = plt.subplots(height, 2, figsize=(9, 2.4 * height), squeeze=False)
+    figure, panels = plt.subplots(height, 2, figsize=(9, 2.4 * height), squeeze=False, layout="constrained")
     for panel in panels.flat[len(panels_of) :]:
         panel.axis("off")
     for panel, ((script, env_id, total_timesteps), runs) in zip(panels.flat, panels_of.items()):
@@ -134,7 +135,6 @@ def curves(path: Path):
         panel.tick_params(labelsize=7)
     figure.supxlabel("environment steps", fontsize=8)
     figure.supylabel("mean episodic return", fontsize=8)
-    figure.tight_layout()
     figure.savefig(path, dpi=80)
     plt.close(figure)
 
