@@ -398,8 +398,7 @@ def pong_block() -> str:
             for row in read_csv(RESULTS / "curves" / name):
                 if steps - 100_000 < int(row["step"]) <= steps:
                     returns_of[row["seed"]] += [float(row["episodic_return"])] * int(row["episodes"])
-            of_seeds = sorted(fmean(returns) for returns in returns_of.values())
-            cells.append(", ".join(f"{value:.1f}" for value in of_seeds) or "-")
+            cells.append(", ".join(f"{fmean(returns_of[seed]):.1f}" for seed in sorted(returns_of)) or "-")
         lines.append(f"| {steps:,} | {' | '.join(cells)} | {published} |")
     return "\n".join(lines)
 
