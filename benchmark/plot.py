@@ -35,7 +35,7 @@ def bars(reports: list[dict], path: Path):
     rows = sum(len(report["modes"]) for report in reports)
     heights = [len(report["modes"]) for report in reports]
     figure, panels = plt.subplots(
-        len(reports), 1, figsize=(8, 0.7 + 0.34 * rows + 0.5 * len(reports)), squeeze=False, height_ratios=heights
+        len(reports), 1, figsize=(8, 0.7 + 0.34 * rows + 0.6 * len(reports)), squeeze=False, height_ratios=heights
     )
     for panel, report in zip(panels[:, 0], reports, strict=True):
         names = [row["mode"] for row in report["modes"]]
@@ -51,8 +51,8 @@ def bars(reports: list[dict], path: Path):
         panel.set_xlim(0, max(row["sps"][2] for row in report["modes"]) * 1.2)
         where = report["machine"]
         env_id = report["env_id"].removeprefix("popgym:popgym-")
-        panel.set_title(f"{report['script']}, {env_id}: steps/s", loc="left", fontsize=9)
-        panel.set_title(f"{where['gpu'] or where['cpu']}, {where['cores']} cores", loc="right", fontsize=7)
+        title = f"{report['script']}, {env_id}: steps/s\n{where['gpu'] or where['cpu']}, {where['cores']} cores"
+        panel.set_title(title, loc="left", fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -210,6 +210,16 @@ def speed_reports(folder: str) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))]
 
 
+def table(columns: list[str], rows: list[tuple[str, ...]]) -> str:
+    """Markdown: a line a row. A column in which no row has a value is left out."""
+    kept = [x for x in range(len(columns)) if not rows or any(row[x] not in ("", "-") for row in rows)]
+
+    def line(cells) -> str:
+        return f"| {' | '.join(cells[x] for x in kept)} |"
+
+    return "\n".join([line(columns), "|" + "---|" * len(kept), *map(line, rows)])
+
+
 def turns(row: dict) -> str:
     """How often a mode was run; results from before there were slices say so."""
     n = len(row["runs"])
@@ -234,21 +244,19 @@ def speed_block(folder: str = "cpu", script: str | None = None) -> str:
             f"{turns(report['modes'][0])} ({where['gpu'] or where['cpu']}, {where['cores']} cores, "
             f"torch {where['torch']}, {where['date']}, commit {where['commit']}):",
             "",
-            f"| mode | steps/s | 95 % interval | ratio to {report['modes'][0]['mode']} | cold start | warm start "
-            "| pays off after | host memory | in the simulator |",
-            "|---|---|---|---|---|---|---|---|---|",
         ]
+        columns = ["mode", "steps/s", "95 % interval", f"ratio to {report['modes'][0]['mode']}", "cold start"]
+        columns += ["warm start", "pays off after", "host memory", "in the simulator"]
+        rows = []
         for row in report["modes"]:
             (sps, low, high), ratio = row["sps"], row["ratio"]
             cold, warm = (amount(row.get(key), "{:.0f} s") for key in ("startup_seconds", "warm_seconds"))
             has_start = "compile" in row["mode"] and report["modes"][0]["mode"] == "eager"
             pays = steps_until(pays_after(row, report["modes"][0])) if has_start else "-"
-            lines.append(
-                f"| {row['mode']} | {sps:,.0f} | {low:,.0f} - {high:,.0f} "
-                f"| {ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f}) | {cold} | {warm} | {pays} "
-                f"| {amount(row['host_mb'], '{:,.0f} MB')} | {amount(row['env_share'], '{:.0%}')} |"
-            )
-        lines.append("")
+            cells = (row["mode"], f"{sps:,.0f}", f"{low:,.0f} - {high:,.0f}")
+            cells += (f"{ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f})", cold, warm, pays)
+            rows.append(cells + (amount(row["host_mb"], "{:,.0f} MB"), amount(row["env_share"], "{:.0%}")))
+        lines += [table(columns, rows), ""]
     return "\n".join(lines).rstrip()
 
 
@@ -259,15 +267,16 @@ def against(row: dict, other: dict) -> float:
 
 
 def pays_after(compiled: dict, eager: dict) -> int | None:
-    """The number of env steps after which the compiled script has made up for its start-up, if it ever does."""
-    if compiled.get("startup_seconds") is None or compiled["sps"][0] <= eager["sps"][0]:
+    """The number of env steps after which the compiled script has made up for its start-up; None: no gain is shown."""
+    ratio, low, _ = compiled["ratio"]
+    if compiled.get("startup_seconds") is None or low <= 1:
         return None
     waited = max(compiled["startup_seconds"], 0) - max(eager["startup_seconds"], 0)
-    return round(max(waited, 0) / (1 / eager["sps"][0] - 1 / compiled["sps"][0]), -3)
+    return round(max(waited, 0) * eager["sps"][0] / (1 - 1 / ratio), -3)
 
 
 def steps_until(steps: int | None) -> str:
-    return "never" if steps is None else f"{steps:,.0f} steps"
+    return "no gain shown" if steps is None else f"{steps:,.0f} steps"
 
 
 def best(report: dict) -> tuple[dict, dict, dict | None]:
@@ -281,18 +290,15 @@ def best(report: dict) -> tuple[dict, dict, dict | None]:
 
 def best_block(folder: str = "cpu") -> str:
     """Markdown: a row for each script that the README names, the twin beside the plain file and the fastest peer."""
-    lines = ["| script | plain | compiled | against plain | against the fastest peer | pays off after |"]
-    lines.append("|---|---|---|---|---|---|")
+    rows = []
     for report in speed_reports(folder):
         if not CATALOG[report["script"]].in_readme:
             continue
         eager, compiled, peer = best(report)
         beside = f"{against(compiled, peer):.1f} x ({peer['mode']})" if peer else "none measured"
-        lines.append(
-            f"| {report['script']}, {report['env_id']} | {eager['sps'][0]:,.0f} | **{compiled['sps'][0]:,.0f}** "
-            f"| {against(compiled, eager):.1f} x | {beside} | {steps_until(pays_after(compiled, eager))} |"
-        )
-    return "\n".join(lines)
+        cells = (f"{report['script']}, {report['env_id']}", f"{eager['sps'][0]:,.0f}", f"**{compiled['sps'][0]:,.0f}**")
+        rows.append(cells + (f"{against(compiled, eager):.1f} x", beside, steps_until(pays_after(compiled, eager))))
+    return table(["script", "plain", "compiled", "against plain", "against the fastest peer", "pays off after"], rows)
 
 
 def claim_block(script: str = "ppo_continuous_action", folder: str = "cpu") -> str:
@@ -328,37 +334,41 @@ def many_seeds(returns: list[float]) -> str:
     return f"IQM {mean_std(iqm(returns), None)} [{mean_std(low, None)}, {mean_std(high, None)}]"
 
 
+def in_order(group: tuple) -> tuple:
+    """Sorts groups of runs: scripts and modes as the catalog does; a mode that it lacks is that of a patch."""
+    (script, env_id, steps, mode), _ = group
+    modes = [*CATALOG[script].modes, *CATALOG[script].peers]
+    return list(CATALOG).index(script), env_id, int(steps), modes.index(mode) if mode in modes else len(modes), mode
+
+
 def return_rows() -> list[tuple]:
-    """(script, env_id, steps, mode, seeds, mean ± std, published) for each group of recorded runs."""
+    """(script, env_id, steps, mode, seeds, mean ± std, published) for each group of recorded runs, in order."""
     import numpy as np
 
     published = read_csv(ROOT / "benchmark" / "published.csv")
     theirs = {
-        (p["script"], p["env_id"]): (p["steps"], mean_std(float(p["mean"]), float(p["std"])), p["source"])
+        (p["script"], p["env_id"]): (p["steps"], f"{mean_std(float(p['mean']), float(p['std']))} ({p['source']})")
         for p in published
     }
     groups = defaultdict(dict)
     for run in read_csv(RESULTS / "returns.csv"):
         groups[run["script"], run["env_id"], run["steps"], run["mode"]][run["seed"]] = float(run["episodic_return"])
     rows = []
-    for (script, env_id, steps, mode), returns in groups.items():
+    for (script, env_id, steps, mode), returns in sorted(groups.items(), key=in_order):
         values = np.array(list(returns.values()))
         shown = mean_std(values.mean(), values.std(ddof=1) if len(values) > 1 else None)
         if iqm := many_seeds(values.tolist()):
             shown += f"; {iqm}"
-        after, beside, source = theirs.get((script, env_id), (steps, "", ""))
-        beside = f"{beside} ({source})" if beside and after == steps else ""  # never beside a run of another length
-        rows.append((script, env_id, steps, mode, " ".join(returns), shown, beside))
+        after, beside = theirs.get((script, env_id), (steps, ""))
+        beside = beside if after == steps else ""  # never beside a run of another length
+        rows.append((script, env_id, f"{int(steps):,}", mode, " ".join(sorted(returns, key=int)), shown, beside))
     return rows
 
 
 def returns_block(only: str | None = None) -> str:
     """Markdown: mean and standard deviation over seeds, beside the published ones, of all scripts or of one."""
-    lines = ["| script | environment | steps | mode | seeds | return | published |", "|---|---|---|---|---|---|---|"]
-    for script, env_id, steps, *rest in return_rows():
-        if only in (None, script):
-            lines.append(f"| {script} | {env_id} | {int(steps):,} | " + " | ".join(rest) + " |")
-    return "\n".join(lines)
+    columns = ["script", "environment", "steps", "mode", "seeds", "return", "published, 3 seeds"]
+    return table(columns, [row for row in return_rows() if only in (None, row[0])])
 
 
 def bf16_block(script: str = "ppo_atari_envpool", env_id: str = "Breakout-v5", steps: str = "150000") -> str:
@@ -374,7 +384,7 @@ def bf16_block(script: str = "ppo_atari_envpool", env_id: str = "Breakout-v5", s
         of_seeds = [[float(row["episodic_return"]) for row in curve if row["seed"] == run["seed"]] for run in runs]
         ends.append([float(run["episodic_return"]) for run in runs])
         whole.append([np.mean(of_seed) for of_seed in of_seeds])
-    lines = [f"| mean return | {' | '.join(modes)} | difference | 95 % interval |", "|---|---|---|---|---|"]
+    rows = []
     for name, values in (("of the last 100 episodes", ends), ("over the whole run", whole)):
         without, rounded = (rng.choice(v, (10_000, len(v))).mean(1) for v in values)
         low, high = np.percentile(rounded - without, [2.5, 97.5])
@@ -382,16 +392,16 @@ def bf16_block(script: str = "ppo_atari_envpool", env_id: str = "Breakout-v5", s
         cells = [f"{np.mean(v):.{digits}f} ± {np.std(v, ddof=1):.{digits}f} ({len(v)} seeds)" for v in values]
         difference = np.mean(values[1]) - np.mean(values[0])
         cells += [f"{difference:.{digits}f}", f"{low:.{digits}f} to {high:.{digits}f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append((name, *cells))
+    return table(["mean return", *modes, "difference", "95 % interval"], rows)
 
 
 def pong_block() -> str:
     """Markdown: the first quarter of Pong's 10,000,000 steps: mean return of the 100,000 steps before each row's."""
     cleanrl = {1_000_000: -11.5, 2_500_000: 15.5}  # read off the curve that it publishes, by hand
-    lines = ["| steps of 10,000,000 | eager | compile | CleanRL |", "|---|---|---|---|"]
+    rows = []
     for steps, published in cleanrl.items():
-        cells = []
+        cells = [f"{steps:,}"]
         for mode in ("eager", "compile"):
             name = f"ppo_atari_envpool__Pong-v5__2500000__{mode}-annealed-over-10M.csv"
             returns_of = defaultdict(list)
@@ -399,8 +409,8 @@ def pong_block() -> str:
                 if steps - 100_000 < int(row["step"]) <= steps:
                     returns_of[row["seed"]] += [float(row["episodic_return"])] * int(row["episodes"])
             cells.append(", ".join(f"{fmean(returns_of[seed]):.1f}" for seed in sorted(returns_of)) or "-")
-        lines.append(f"| {steps:,} | {' | '.join(cells)} | {published} |")
-    return "\n".join(lines)
+        rows.append((*cells, str(published)))
+    return table(["steps of 10,000,000", "eager", "compile", "CleanRL"], rows)
 
 
 def measured_where(folder: str) -> list[str]:
@@ -416,17 +426,21 @@ def measured_where(folder: str) -> list[str]:
 
 def ablation_block() -> str:
     """Markdown: what each trick is worth, measured by taking it out, and what was tried and turned down."""
-    lines = ["| script | change | speed, relative to the script as it is | 95 % interval | measured |"]
-    lines.append("|---|---|---|---|---|")
-    for report in speed_reports("ablate"):
-        for row in report["variants"]:
-            if row["variant"] not in ("eager", "compile"):
-                ratio, low, high = row["ratio"]
-                how = turns(row) + (f" of {row['steps']:,} steps" if "steps" in row else "")  # older rows lack them
-                cells = (report["script"], row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", how)
-                lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Measured on:", ""]
-    return "\n".join(lines + measured_where("ablate"))
+    rows = []
+    for script, row in ablation_rows():
+        ratio, low, high = row["ratio"]
+        how = turns(row) + (f" of {row['steps']:,} steps" if "steps" in row else "")  # older rows lack them
+        rows.append((script, row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", how))
+    columns = ["script", "change", "speed, relative to the script as it is", "95 % interval", "measured"]
+    return "\n".join([table(columns, rows), "", "Measured on:", "", *measured_where("ablate")])
+
+
+def ablation_rows() -> list[tuple[str, dict]]:
+    """(script, row) of what was measured and is still there: without its patch, a row would be of another script."""
+    from ablate import variants
+
+    reports = speed_reports("ablate")
+    return [(r["script"], row) for r in reports for row in r["variants"] if row["variant"] in variants(r["script"])]
 
 
 def gain_block(tag: str) -> str:
@@ -435,9 +449,8 @@ def gain_block(tag: str) -> str:
     elsewhere = {"capture": of_a_gpu, "overlap": of_a_gpu, "pinned": of_a_gpu}
     elsewhere["operator"] = "not measured apart; with perf[graph], that of `compile` over `eager` in benchmark.md"
     gains = [
-        f"{1 / row['ratio'][0]:.2f} x ({report['script']})"
-        for report in speed_reports("ablate")
-        for row in report["variants"]
+        f"{1 / row['ratio'][0]:.2f} x ({script})"
+        for script, row in ablation_rows()
         if row["variant"].startswith(f"without perf[{tag}]")
     ]
     if tag in elsewhere:
@@ -455,26 +468,26 @@ def gain_block(tag: str) -> str:
 
 def scaling_block(folder: str = "cpu") -> str:
     """Markdown: what more ranks bring, and the part of the time that reductions over them take."""
-    lines = ["| ranks | steps/s | relative to one rank | efficiency | in reductions |", "|---|---|---|---|---|"]
+    rows = []
     for report in speed_reports(folder):
         for row in report["modes"] if "multigpu" in report["script"] else []:
             ratio, share = row["ratio"][0], row["communication"]
             shown = "-" if share is None else f"{100 * share:.0f} %"
             efficiency = "-" if row["efficiency"] is None else f"{100 * row['efficiency']:.0f} %"
-            lines.append(f"| {row['mode']} | {row['sps'][0]:,.0f} | {ratio:.2f} | {efficiency} | {shown} |")
-    return "\n".join(lines)
+            rows.append((row["mode"], f"{row['sps'][0]:,.0f}", f"{ratio:.2f}", efficiency, shown))
+    return table(["ranks", "steps/s", "relative to one rank", "efficiency", "in reductions"], rows)
 
 
 def phases_block() -> str:
     """Markdown: microseconds of an environment step in each phase of the loop, and of them in the simulator itself."""
-    lines = ["| script | mode | act | learn | step and store | report | together | of it in the simulator |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for report in speed_reports("phases"):
-        for row in report["modes"]:
-            names = ("act", "learn", "step and store", "report", "microseconds", "simulator")
-            cells = " | ".join(f"{row[name]:,.1f}" for name in names)
-            lines.append(f"| {report['script']} | {row['mode']} | {cells} |")
-    return "\n".join([*lines, "", *measured_where("phases")])
+    names = ("act", "learn", "step and store", "report", "microseconds", "simulator")
+    rows = [
+        (report["script"], row["mode"], *(f"{row[name]:,.1f}" for name in names))
+        for report in speed_reports("phases")
+        for row in report["modes"]
+    ]
+    columns = ["script", "mode", "act", "learn", "step and store", "report", "together", "of it in the simulator"]
+    return "\n".join([table(columns, rows), "", *measured_where("phases")])
 
 
 def saving_block() -> str:
@@ -489,9 +502,9 @@ def steps_block() -> str:
     """Markdown: how long the updates of docs/your-own-script.md take."""
     report = json.loads((RESULTS / "steps.json").read_text())
     times = report["microseconds"]
-    lines = ["| update | microseconds | speed, relative to plain |", "|---|---|---|"]
-    lines += [f"| {name} | {time:,.0f} | {times['plain (step 1)'] / time:.2f} |" for name, time in times.items()]
-    return "\n".join([*lines, "", f"({report['machine']['cpu']}, one thread, torch {report['machine']['torch']})"])
+    rows = [(name, f"{time:,.0f}", f"{times['plain (step 1)'] / time:.2f}") for name, time in times.items()]
+    shown = table(["update", "microseconds", "speed, relative to plain"], rows)
+    return "\n".join([shown, "", f"({report['machine']['cpu']}, one thread, torch {report['machine']['torch']})"])
 
 
 def scans_block() -> str:
@@ -499,31 +512,30 @@ def scans_block() -> str:
     report = json.loads((RESULTS / "scans.json").read_text())
     lengths = sorted({row["steps"] for row in report["rows"]})
     found = {(row["network"], row["mode"], row["steps"]): row for row in report["rows"]}
-    lines = ["| network | mode | " + " | ".join(f"T = {T}" for T in lengths) + " |"]
-    lines.append("|---|---|" + "---|" * len(lengths))
+    rows = []
     for network, mode in dict.fromkeys((row["network"], row["mode"]) for row in report["rows"]):
-        rows = [found.get((network, mode, T)) for T in lengths]
-        cells = [f"{row['ms']:,.1f} ms ({row['first_call_s']:,.0f} s)" if row else "-" for row in rows]
-        lines.append(f"| {network} | {mode} | {' | '.join(cells)} |")
+        of_lengths = [found.get((network, mode, T)) for T in lengths]
+        cells = [f"{row['ms']:,.1f} ms ({row['first_call_s']:,.0f} s)" if row else "-" for row in of_lengths]
+        rows.append((network, mode, *cells))
     sizes = f"{report['sizes']['num_envs']} envs, width {report['sizes']['width']}"
     resets = f"an episode starts in {report['sizes']['resets']:.0%} of the steps"
     where = report["machine"]
     where = f"one core of {where['cpu']}, torch {where['torch']}, {where['date']}, commit {where['commit']}"
-    return "\n".join([*lines, "", f"({sizes}, {resets}; {where})"])
+    shown = table(["network", "mode", *(f"T = {T}" for T in lengths)], rows)
+    return "\n".join([shown, "", f"({sizes}, {resets}; {where})"])
 
 
 def ray_block() -> str:
     """Markdown: the efficiency of sleeping simulators, by the way they are called, and the formula that fits."""
     report = json.loads((RESULTS / "ray.json").read_text())
-    rows = {(row["way"], row["milliseconds"], row["workers"]): row["efficiency"] for row in report["rows"]}
-    counts = sorted({workers for _, _, workers in rows})
-    lines = ["| step | called by | " + " | ".join(f"{n} worker{'s' * (n > 1)}" for n in counts) + " |"]
-    lines.append("|---|---|" + "---|" * len(counts))
-    for way, milliseconds in dict.fromkeys((way, milliseconds) for way, milliseconds, _ in rows):
-        cells = [rows.get((way, milliseconds, n)) for n in counts]
-        cells = ["-" if x is None else f"{x:.0%}" for x in cells]
-        lines.append(f"| {milliseconds:,} ms | {way} | {' | '.join(cells)} |")
-    steps = dict.fromkeys(milliseconds for _, milliseconds, _ in rows)
+    found = {(row["way"], row["milliseconds"], row["workers"]): row["efficiency"] for row in report["rows"]}
+    counts = sorted({workers for _, _, workers in found})
+    rows = []
+    for way, milliseconds in dict.fromkeys((way, milliseconds) for way, milliseconds, _ in found):
+        cells = [found.get((way, milliseconds, n)) for n in counts]
+        rows.append((f"{milliseconds:,} ms", way, *("-" if x is None else f"{x:.0%}" for x in cells)))
+    shown = table(["step", "called by", *(f"{n} worker{'s' * (n > 1)}" for n in counts)], rows)
+    steps = dict.fromkeys(milliseconds for _, milliseconds, _ in found)
     envs = ", ".join(f"{report['envs'][str(milliseconds)]} at {milliseconds:,} ms" for milliseconds in steps)
     where = report["machine"]
     where = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date']}, commit {where['commit']}"
@@ -532,7 +544,7 @@ def ray_block() -> str:
     if fit := report.get("fit"):
         text += f" For one env a call, the formula fits with l = {fit['latency_ms']:.2f} ms, "
         text += f"c = {fit['cost_ms']:.2f} ms (rms error {fit['rms']:.1%})."
-    return "\n".join([*lines, "", text])
+    return "\n".join([shown, "", text])
 
 
 BLOCKS = {"speed cpu": speed_block, "best cpu": best_block, "claim": claim_block, "returns": returns_block}

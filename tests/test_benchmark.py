@@ -494,14 +494,15 @@ def test_the_documents_show_the_results():
 def test_the_readme_shows_one_mode_and_not_the_luckiest(monkeypatch):
     speeds = {"eager": 100, "compile": 150, "compile+groups": 170, "compile+bf16": 300}
     rows = [
-        {"mode": mode, "sps": [sps] * 3, "startup_seconds": 0, "runs": [{"rates": [sps, sps]}] * 3}
+        {"mode": mode, "sps": [sps] * 3, "ratio": [sps / 100] * 3, "startup_seconds": 0}
+        | {"runs": [{"rates": [sps, sps]}] * 3}
         for mode, sps in speeds.items()
     ]
     report = {"script": "ppo_atari_envpool", "env_id": "Breakout-v5", "modes": rows}
     monkeypatch.setattr(plot, "speed_reports", lambda folder: [report])
     assert "| 100 | **150** | 1.5 x | none measured | 0 steps |" in plot.best_block()
-    rows[1]["sps"] = [90] * 3
-    assert "| never |" in plot.best_block()
+    rows[1]["ratio"] = [1.1, 0.9, 1.2]
+    assert "| no gain shown |" in plot.best_block()
     assert sum(entry.in_readme for entry in CATALOG.values()) == 6
     report["script"] = "ppo_atari_ray"
     assert plot.best_block().count("\n") == 1  # the heading alone
@@ -562,8 +563,8 @@ def test_the_early_returns_of_pong_are_those_of_each_seed(monkeypatch, own_folde
     path = own_folder / "curves" / "ppo_atari_envpool__Pong-v5__2500000__compile-annealed-over-10M.csv"
     path.write_text("\n".join(["seed,step,episodes,episodic_return", *curve]))
     *_, early, late = plot.pong_block().splitlines()
-    assert early.startswith("| 1,000,000 | - | -13.0, -20.0 | ")  # means over episodes, in the order of seeds
-    assert late.startswith("| 2,500,000 | - | 10.0, 9.0 | ")
+    assert early.startswith("| 1,000,000 | -13.0, -20.0 | ")  # means over episodes, in the order of seeds
+    assert late.startswith("| 2,500,000 | 10.0, 9.0 | ")
 
 
 def test_runs_of_other_lengths_have_curves_of_their_own(monkeypatch, own_folder):
@@ -594,12 +595,48 @@ def test_runs_of_other_lengths_have_curves_of_their_own(monkeypatch, own_folder)
 
 
 def test_compiling_pays_when_the_start_up_is_made_up_for():
-    eager = {"sps": [100.0] * 3, "startup_seconds": -1.0, "runs": [{"rates": [100.0, 50.0]}]}
-    compiled = {"sps": [200.0] * 3, "startup_seconds": 50.0, "runs": [{"rates": [200.0, 100.0]}]}
+    """By the ratio of slices beside each other: the median speeds, of other moments, may say otherwise."""
+    eager = {"sps": [100.0] * 3, "startup_seconds": -1.0, "ratio": [1.0] * 3, "runs": [{"rates": [100.0, 50.0]}]}
+    compiled = {"sps": [90.0] * 3, "startup_seconds": 50.0, "ratio": [2.0, 1.9, 2.1]}
+    compiled["runs"] = [{"rates": [200.0, 100.0]}]
     assert plot.pays_after(compiled, eager) == 10_000  # 100 s, or 50 s after a start of 50 s
     assert plot.against(compiled, eager) == 2
-    assert plot.pays_after(eager, compiled) is None  # what is slower never pays
-    assert plot.pays_after({"sps": [200.0] * 3, "startup_seconds": None}, eager) is None  # a program of the user's
+    assert plot.pays_after(compiled | {"ratio": [1.1, 0.9, 1.3]}, eager) is None  # perhaps it is slower
+    assert plot.pays_after(compiled | {"startup_seconds": None}, eager) is None  # a program of the user's
+
+
+def test_a_table_leaves_out_columns_without_a_value():
+    shown = plot.table(["mode", "warm", "cold", "note"], [("eager", "-", "-", ""), ("compile", "-", "9 s", "")])
+    assert shown == "| mode | cold |\n|---|---|\n| eager | - |\n| compile | 9 s |"
+    assert plot.table(["mode", "warm"], []) == "| mode | warm |\n|---|---|"
+
+
+def test_an_ablation_is_shown_while_its_patch_is_there(monkeypatch):
+    rows = [{"variant": name, "ratio": [0.5, 0.4, 0.6]} for name in ("without perf[ring]: gone", "tried: max-autotune")]
+    monkeypatch.setattr(plot, "speed_reports", lambda folder: [{"script": "dqn", "variants": rows}])
+    assert [row["variant"] for _, row in plot.ablation_rows()] == ["tried: max-autotune"]
+    assert plot.gain_block("ring") == "**Gain:** not measured yet."
+
+
+def test_the_returns_stand_in_the_order_of_the_catalog(monkeypatch, own_folder):
+    monkeypatch.setattr(plot, "RESULTS", own_folder)
+    runs = [
+        "dqn,CartPole-v1,compile,1,500000,9",
+        "td3_continuous_action,HalfCheetah-v4,no-memory,1,200000,9",
+        "td3_continuous_action,HalfCheetah-v4,compile,10,200000,9",
+        "td3_continuous_action,HalfCheetah-v4,compile,2,200000,9",
+        "td3_continuous_action,HalfCheetah-v4,compile,1,90000,9",
+        "td3_continuous_action,HalfCheetah-v4,eager,1,200000,9",
+    ]
+    (own_folder / "returns.csv").write_text("\n".join(["script,env_id,mode,seed,steps,episodic_return", *runs]))
+    shown = [(script, steps, mode, seeds) for script, _, steps, mode, seeds, *_ in plot.return_rows()]
+    assert shown == [
+        ("td3_continuous_action", "90,000", "compile", "1"),
+        ("td3_continuous_action", "200,000", "eager", "1"),
+        ("td3_continuous_action", "200,000", "compile", "2 10"),
+        ("td3_continuous_action", "200,000", "no-memory", "1"),
+        ("dqn", "500,000", "compile", "1"),
+    ]
 
 
 def test_the_race_is_drawn_from_its_own_runs(monkeypatch, tmp_path):

@@ -25,10 +25,11 @@ def test_a_wrong_update_ends_the_program(own_folder):
         steps.program(page)
 
 
-def test_its_diffs_are_lines_of_the_pair():
+def test_its_diffs_are_those_of_the_pair():
     plain, twin = ((ROOT / "leanrl" / f"{name}.py").read_text().splitlines() for name in ("dqn", "dqn_torchcompile"))
     diffs = re.findall(r"^```diff\n(.*?)^```", steps.PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(diffs) == 7 and all(6 <= len(diff.splitlines()) <= 10 for diff in diffs)
-    for line in "".join(diffs).splitlines():
-        assert line[1:] in (twin if line[0] in "+ " else plain), line
-        assert line[0] != " " or line[1:] in plain, line
+    assert len(diffs) == 8 and all(6 <= len(diff.replace("@@\n", "").splitlines()) <= 10 for diff in diffs)
+    for hunk in "@@\n".join(diffs).split("@@\n"):  # the lines of a hunk follow each other in their file
+        for signs, file in ((" -", plain), (" +", twin)):
+            lines = [line[1:] for line in hunk.splitlines() if line[0] in signs]
+            assert any(file[at : at + len(lines)] == lines for at in range(len(file))), hunk
