@@ -177,17 +177,19 @@ def best_threads(run: Run, progress: tqdm | None = None) -> int:
     return trials[int(np.argmax(rates))].threads
 
 
+def run_external(command: str, steps: int, seed: int) -> float:
+    """The seconds that a program takes."""
+    words = [word.replace("{steps}", str(steps)).replace("{seed}", str(seed)) for word in shlex.split(command)]
+    start = time.perf_counter()
+    process = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if process.returncode:
+        sys.exit(f"error: {shlex.join(words)} failed with {process.returncode}:\n{process.stderr[-2000:]}")
+    return time.perf_counter() - start
+
+
 def measure_external(command: str, steps: int, seed: int, slices: int) -> dict:
     """Times a program from outside, in two lengths. The rate is that of the steps which only the longer run takes."""
-    seconds = []
-    for length in (steps // 2, steps):
-        words = [word.replace("{steps}", str(length)).replace("{seed}", str(seed)) for word in shlex.split(command)]
-        start = time.perf_counter()
-        process = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        seconds.append(time.perf_counter() - start)
-        if process.returncode:
-            sys.exit(f"error: {shlex.join(words)} failed with {process.returncode}:\n{process.stderr[-2000:]}")
-    short, long = seconds
+    short, long = (run_external(command, length, seed) for length in (steps // 2, steps))
     if long <= short:
         sys.exit(f"error: {command} took {long:.1f} s for {steps} steps, {short:.1f} s for half; give it more --steps.")
     sps = (steps - steps // 2) / (long - short)
@@ -273,6 +275,7 @@ def text_table(rows: list[dict]) -> str:
 
 def compare(script: str, args: Args, externals: dict[str, str]):
     """Measures a script in all modes that are asked for; prints and writes the results."""
+    from phases import has_phases, measure_phases  # which imports this file
     from plot import bars, utilisation  # after the command line is checked: matplotlib is slow to import
 
     entry, here = CATALOG[script], machine()
@@ -301,11 +304,15 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     about = {"steps": steps, "env_id": env_id, "slices": slices, "seconds": seconds}
     about["flags"] = tuple(shlex.split(args.flags))
     tried = [m for m in chosen if (m in peers or m in JAX) and os.cpu_count() > 1 and not args.threads]
-    total = slices * (args.pairs * len(chosen) + 2 * len(tried)) + args.pairs * len(externals)
+    profiled = [mode for mode in ours if mode in chosen and args.profile and has_phases(script)]
+    total = slices * (args.pairs * len(chosen) + 2 * len(tried) + len(profiled)) + args.pairs * len(externals)
     runs = {mode: [] for mode in [*chosen, *externals]}
     bar = tqdm(total=total, unit="slice", desc=script, smoothing=0)
     with bar as progress, tempfile.TemporaryDirectory() as caches:
         threads = {mode: best_threads(Run(script, mode, seed=1, **about), progress) for mode in tried}
+        for name, command in externals.items():
+            progress.set_postfix_str(name)
+            run_external(command, steps // 2, seed=1)  # not measured: it may fill the cache of a compiler
         for seed in range(1, args.pairs + 1):
             turn = []
             for mode in chosen:
@@ -319,6 +326,8 @@ def compare(script: str, args: Args, externals: dict[str, str]):
                 progress.update()
             for mode, result in zip(runs, results, strict=True):
                 runs[mode].append(result)
+        one = {"seed": 1, "threads": args.threads, **about}
+        phases = [measure_phases(Run(script, mode, **one), progress) for mode in profiled]
     rows = summarise(runs)
     report = {"script": script, "env_id": env_id, "steps": steps, "seconds": seconds, "flags": args.flags}
     report |= {"machine": here, "modes": rows}
@@ -330,22 +339,19 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     print(path, path.with_suffix(".png"), sep="\n")
     if here["gpu"]:
         utilisation(report, args.out / f"{script}_gpu.png")
-    profiled = [Run(script, mode, seed=1, threads=args.threads, **about) for mode in ours if mode in chosen]
-    if args.profile and profiled:
-        profile(profiled)
+    if phases:
+        print("\nmicroseconds per env step\n" + phases_table(phases))
+    elif args.profile:
+        print(f"no --profile: the loop of {script} has no phases to measure.")
 
 
-def profile(runs: list[Run]):
-    """Prints the microseconds of an env step that each phase of the loop takes, a line a mode."""
-    from phases import PHASES, has_phases, measure_phases  # which imports this file
+def phases_table(rows: list[dict]) -> str:
+    """A line a mode: the microseconds of an env step that each phase of the loop takes."""
+    from phases import PHASES  # which imports this file
 
-    if not has_phases(runs[0].script):
-        print(f"no --profile: the loop of {runs[0].script} has no phases to measure.")
-        return
-    rows = [measure_phases(run) for run in runs]
-    table = pd.DataFrame(rows)[["mode", *PHASES, "microseconds", "simulator"]]
     names = {"microseconds": "together", "simulator": "of it in the simulator"}
-    print("\nmicroseconds per env step\n" + table.rename(columns=names).round(1).to_string(index=False))
+    table = pd.DataFrame(rows)[["mode", *PHASES, *names]]
+    return table.rename(columns=names).round(1).to_string(index=False)
 
 
 def main(args: Args):
@@ -367,7 +373,7 @@ def main(args: Args):
         print(f"""
 What to try next:
   ./run.sh compare {first} --pairs 5   beside other libraries, with narrower intervals
-  ./run.sh compare {first} --profile   where the time of a step goes
+  ./run.sh compare {first} --profile --no-peers --pairs 1   where the time of a step goes
   ./run.sh help   all commands, e.g. to train and to play
   diff -u leanrl/{first}.py leanrl/{first}_torchcompile.py   what makes it fast""")
 

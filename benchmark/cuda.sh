@@ -47,7 +47,7 @@ for script in $scripts; do check "resume-$script" test_checkpoints.py "$script a
 for script in $scripts; do check "learning-$script" test_learning.py "$script and not ${script}_lru"; done
 check tests-ranks test_multigpu.py # all skipped on one GPU
 
-speed() { # speed SCRIPT [FLAGS OF compare.py]: each mode for ten seconds or more after its warm-up
+speed() { # speed SCRIPT [FLAGS OF compare.py]: each mode for ten seconds after its warm-up, DQN and ranks for enough steps
   wanted "speed-$1" || return 0
   timeout 540 python3 benchmark/compare.py "$1" --no-peers --pairs 1 --slices 1 --out "$out" "${@:2}" 2>&1 |
     tee "$out/speed-$1.log" || { echo "FAILED: speed-$1" && failed=1; }

@@ -20,6 +20,7 @@ import tyro
 from catalog import CATALOG, RANKS
 from compare import Run, machine, measure
 from measure import ROOT
+from tqdm import tqdm
 
 PHASES = ("act", "learn", "step and store", "report")
 CLOCK = """
@@ -57,17 +58,17 @@ def timed(source: str) -> str:
         assert found == 1, f"{found} phases {phase!r}"
     warm = r"\1\2\n\1if len(marks) == WARMUP_REPORTS + 1:\n\1    _spent.clear()\n"
     source, found = re.subn(r"^( +)(metrics = report\(.*\))\n", warm, source, flags=re.MULTILINE)
-    assert found == 1
+    assert found == 1 and "marks.append(" in source and "\n\n\n@dataclass" in source
     return source.replace("\n\n\n@dataclass", CLOCK + "\n\n@dataclass", 1)
 
 
-def measure_phases(run: Run) -> dict:
+def measure_phases(run: Run, progress: tqdm | None = None) -> dict:
     """Microseconds of an environment step in each phase of a run."""
     file = f"{run.script}{CATALOG[run.script].modes[run.mode][0]}.py"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, file).write_text(timed((ROOT / "leanrl" / file).read_text()))
         os.environ["PHASES_OUT"] = str(Path(folder, "spent"))
-        (result,) = measure(replace(run, folder=Path(folder)))
+        (result,) = measure(replace(run, folder=Path(folder)), progress=progress)
         spent = Counter(eval(Path(folder, "spent").read_text()))  # written by CLOCK above
     microseconds = 1e6 / result["SPS"]
     row = {"mode": run.mode, "microseconds": microseconds, "simulator": result["env_share"] * microseconds}

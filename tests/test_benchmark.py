@@ -94,6 +94,7 @@ def test_scripts_have_the_names_that_the_benchmark_relies_on():
     needed = ["Args", "WARMUP_REPORTS", "time", "SPS", "startup_seconds", "episodic_return", "global_step"]
     needed += ["train", "report", "# act", "# learn", "# step and store", "# report", "CudaGraphModule"]
     needed += ["summary.json", "charts/episodic_return", "DistributedDataParallel", "--local-num-envs"]
+    needed += ["REPORT_INTERVAL", "marks"]
     page = (ROOT / "docs" / "benchmark.md").read_text()
     section = page[page.index("### What the benchmark needs") : page.index("### Tables")]
     assert all(re.search(rf"`{name}[`(]", section) for name in needed)
@@ -105,6 +106,8 @@ def test_scripts_have_the_names_that_the_benchmark_relies_on():
         assert all(f'metrics["{key}"]' in text or f'"{key}":' in text for key in needed[3:7])
         assert len(re.findall(r"\n +metrics = report\(", text)) == 1
         assert "charts/episodic_return" in text and "summary.json" in text
+        assert "marks.append(" in text and "\n\n\n@dataclass" in text
+        assert hasattr(script, "REPORT_INTERVAL") == ("learning_starts" in vars(script.Args))
         assert ("multigpu" in name) == ("DistributedDataParallel" in text) == ("local_num_envs" in text)
         assert list(inspect.signature(script.report).parameters)[-2:] == ["writer", "progress"]
         if name.endswith(TWIN):
@@ -220,6 +223,41 @@ def test_a_program_of_the_users_is_timed_without_its_start(monkeypatch, tmp_path
             compare.main(compare.Args(("dqn",), external=(external,), out=tmp_path))
     with pytest.raises(SystemExit, match="the name of a mode"):
         compare.main(compare.Args(("dqn",), external=("eager=python {steps}",), out=tmp_path))
+
+
+def test_the_first_run_of_the_users_program_does_not_count(monkeypatch, tmp_path):
+    """It compiles for a minute, and finds its cache later; a step takes a millisecond."""
+    lengths = []
+
+    def run_external(command, steps, seed):
+        lengths.append(steps)
+        return 0.001 * steps + 60 * (len(lengths) == 1)
+
+    monkeypatch.setattr(compare, "run_external", run_external)
+    result = {"rates": [1.0], "startup_seconds": 0.0}
+    monkeypatch.setattr(compare, "measure", lambda *turn, progress: [result] * len(turn))
+    about = {"modes": ("eager",), "peers": False, "pairs": 2, "steps": 1000, "slices": 1, "out": tmp_path}
+    compare.main(compare.Args(("dqn",), external=("mine=python {steps}",), **about))
+    _, row = json.loads((tmp_path / "dqn.json").read_text())["modes"]
+    assert lengths == [500, 500, 1000, 500, 1000] and row["sps"] == pytest.approx([1000] * 3)
+
+
+def test_cuda_sh_has_parts_for_every_twin(tmp_path):
+    """Its list of parts, as it is shown to whom names another; Python does nothing here."""
+    (tmp_path / "python3").write_text("#!/bin/sh\n")
+    (tmp_path / "python3").chmod(0o755)
+    process = subprocess.run(
+        ["bash", ROOT / "benchmark" / "cuda.sh", tmp_path / "out", "nothing"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert process.returncode == 1
+    error, _, parts = process.stdout.strip().rpartition("error: no part nothing; there are: ")
+    twins = [name for name in CATALOG if f"{name}{TWIN}" in SCRIPTS]
+    expected = {f"{what}-{name}" for what in ("tests", "resume", "learning", "speed") for name in twins}
+    expected |= {"tests-others", "tests-ray", "tests-ranks", "speed-ppo_atari_multigpu"}
+    assert set(parts.split()) == expected and len(twins) == 10
 
 
 def test_the_use_of_a_gpu_is_sampled_and_drawn(monkeypatch, tmp_path):
@@ -412,13 +450,16 @@ def test_a_run_ends_when_it_has_been_measured_for_long_enough(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_profile_says_where_the_time_of_a_step_goes(capsys):
+def test_a_profile_says_where_the_time_of_a_step_goes(capsys, tmp_path):
     """A million steps would take minutes: the run ends when it has been measured for half a second."""
+    about = {"modes": ("eager",), "pairs": 1, "steps": 1_000_000, "seconds": 0.5, "peers": False, "out": tmp_path}
     started = time.monotonic()
-    compare.profile([compare.Run("dqn", "eager", 1_000_000, "CartPole-v1", seed=1, seconds=0.5)])
+    compare.main(compare.Args(("dqn",), profile=True, **about))
     assert time.monotonic() - started < 60
-    _, title, names, numbers = capsys.readouterr().out.splitlines()
-    assert title == "microseconds per env step" and names.split()[:3] == ["mode", "act", "learn"]
+    printed = capsys.readouterr()
+    assert len(set(re.findall(r"^(\w+): +\d+%", printed.err.replace("\r", "\n"), re.MULTILINE))) == 1  # one bar
+    names, numbers = printed.out.split("\nmicroseconds per env step\n")[1].splitlines()[:2]
+    assert names.split()[:3] == ["mode", "act", "learn"]
     mode, *phases_of_a_step, together, simulator = numbers.split()
     assert mode == "eager" and len(phases_of_a_step) == 4 and float(phases_of_a_step[1]) > 0
     assert sum(map(float, phases_of_a_step)) == pytest.approx(float(together), abs=0.3)
@@ -523,11 +564,13 @@ def test_the_phases_show_the_median_simulator(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["ppo_device_env", "ppo_atari_multigpu", "ppo_atari_ray"])
-def test_a_script_without_phases_is_refused(capsys, script):
+def test_a_script_without_phases_is_refused(capsys, monkeypatch, tmp_path, script):
+    result = {"rates": [1.0], "startup_seconds": 0.0}
+    monkeypatch.setattr(compare, "measure", lambda *turn, progress: [result] * len(turn))
     with pytest.raises(SystemExit, match=f"the loop of {script} has no phases"):
         phases.main(phases.Args(scripts=("dqn", script)))
-    compare.profile([compare.Run(script, "compile", 1024, "-", seed=1)])
-    assert capsys.readouterr().out == f"no --profile: the loop of {script} has no phases to measure.\n"
+    compare.main(compare.Args((script,), profile=True, peers=False, pairs=1, out=tmp_path))
+    assert f"no --profile: the loop of {script} has no phases to measure.\n" in capsys.readouterr().out
 
 
 def test_the_returns_with_bf16_are_beside_those_without(monkeypatch, own_folder):

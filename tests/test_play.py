@@ -15,14 +15,12 @@ import numpy as np
 import play
 import pytest
 import torch
+from catalog import CATALOG
 from conftest import MEMORY, ROOT, train
 from torch import nn
 
-GAMES = {"ppo_continuous_action": "Pendulum-v1", "dqn": "CartPole-v1", "ppo_atari_envpool": "Pong-v5"}
-GAMES |= {"ppo_lru": "CartPole-v1", "ppo_rnn": "CartPole-v1", "dqn_lru": "CartPole-v1"}
-GAMES |= {"ppo_device_env": "CartPole-v1", "a2c_device_env": "CartPole-v1"}
-GAMES |= {"td3_continuous_action": "Pendulum-v1", "sac_continuous_action": "Pendulum-v1"}
-GAMES |= {"ppo_continuous_action_ray": "Pendulum-v1", "ppo_atari_ray": "Pong-v5"}
+GAMES = {name: "Pong-v5" if "atari" in name else entry.tiny["env_id"] for name, entry in CATALOG.items()}
+del GAMES["ppo_atari_multigpu"]  # its policy is that of ppo_atari_envpool
 
 
 class Pushes(nn.Module):
