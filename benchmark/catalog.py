@@ -242,7 +242,7 @@ CATALOG = {
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=2,
         in_readme=True,
-        modes=MODES | BF16 | GROUPS,  # no other library steps EnvPool
+        modes=MODES | BF16 | GROUPS,  # neither Stable-Baselines3 nor SBX steps EnvPool
     ),
     "ppo_atari_ray": Script(
         env_id="Breakout-v5",

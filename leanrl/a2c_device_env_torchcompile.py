@@ -10,7 +10,7 @@
 Paper: Mnih et al. 2016, https://arxiv.org/abs/1602.01783, section 4.
 REINFORCE (Williams 1992) is the same with --num-steps 500 --gae-lambda 1: long rollouts, and the value as its baseline.
 Plain twin: a2c_device_env.py. docs/performance.md explains each perf[name].
-Your own env: a class like CartPole below, and its name in ENVS; docs/device.md leads through one.
+To learn the algorithm, read step_device(), gae(), a2c_loss() and train(); to add an env, docs/device.md.
 Shapes: T = num_steps, N = num_envs; O = size of an observation, A = number of actions.
 Differences from the paper:
 1. Adam instead of RMSProp, advantages by GAE, and one learner whose envs step together.
@@ -35,7 +35,6 @@ from pathlib import Path
 
 if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: idle threads spin briefly, then sleep
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-
 import numpy as np
 import torch
 import tyro
@@ -555,13 +554,13 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if first_iteration >= num_iterations:
         print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
         sys.exit(0)
+    keep_freed_memory()
     if args.compile and T > 64:  # perf[graph] all steps of a rollout are in one graph
         fail("--compile takes many minutes with --num-steps above 64; lower it, or leave --compile out.")
     if args.cudagraphs and device.type != "cuda":  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
     run_dir, writer = start_run(args)
-    keep_freed_memory()
 
     agent = DiscreteAgent(env.obs_dim, env.num_actions).to(device).requires_grad_(False)
     shapes = {name: p.shape for name, p in agent.named_parameters()}

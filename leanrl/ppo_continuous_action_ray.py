@@ -10,8 +10,8 @@
 The algorithm is that of ppo_continuous_action.py; with one worker and one group, on a CPU, to the bit.
 Fast twin: ppo_continuous_action_ray_torchcompile.py. `diff -u` the two files to see what makes it faster.
 To learn how the work is spread, read Rollout, Simulators, collect() and train(). The rest is plumbing.
-Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N; O, A = sizes of an observation and
-an action. Differences from CleanRL's ppo_continuous_action.py, beside those that ppo_continuous_action.py lists:
+Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N; O, A = sizes of obs and action.
+Differences from CleanRL's ppo_continuous_action.py, beside those that ppo_continuous_action.py lists:
 1. Several workers that act normalize by what they see themselves; their statistics are merged after each rollout.
 2. A worker that dies or hangs is started again; what it was doing is done again, with new episodes.
 """

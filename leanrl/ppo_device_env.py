@@ -9,7 +9,7 @@
 
 Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
 Fast twin: ppo_device_env_torchcompile.py. `diff -u` the two files to see what makes it faster.
-Your own env: a class like CartPole below, and its name in ENVS; docs/device.md leads through one.
+To learn the algorithm, read step_device(), gae(), ppo_loss() and train(); to add an env, docs/device.md.
 Shapes: T = num_steps, N = num_envs, B = T * N, rows of a rollout; O = size of an observation, A = number of actions.
 Differences from CleanRL's ppo.py:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
@@ -34,7 +34,6 @@ from pathlib import Path
 
 if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: idle threads spin briefly, then sleep
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-
 import numpy as np
 import torch
 import tyro
@@ -495,8 +494,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if first_iteration >= num_iterations:
         print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
         sys.exit(0)
-    run_dir, writer = start_run(args)
     keep_freed_memory()
+    run_dir, writer = start_run(args)
 
     agent = DiscreteAgent(env.obs_dim, env.num_actions).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

@@ -9,7 +9,7 @@
 
 Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
 Plain twin: ppo_device_env.py. docs/performance.md explains each perf[name].
-Your own env: a class like CartPole below, and its name in ENVS; docs/device.md leads through one.
+To learn the algorithm, read step_device(), gae_scan(), ppo_loss() and train(); to add an env, docs/device.md.
 Shapes: T = num_steps, N = num_envs, B = T * N, rows of a rollout; O = size of an observation, A = number of actions.
 Differences from CleanRL's ppo.py:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
@@ -35,7 +35,6 @@ from pathlib import Path
 
 if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: idle threads spin briefly, then sleep
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-
 import numpy as np
 import torch
 import tyro
@@ -569,11 +568,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if first_iteration >= num_iterations:
         print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
         sys.exit(0)
+    keep_freed_memory()
     if args.cudagraphs and device.type != "cuda":  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
     run_dir, writer = start_run(args)
-    keep_freed_memory()
 
     agent = DiscreteAgent(env.obs_dim, env.num_actions).to(device).requires_grad_(False)
     shapes = {name: p.shape for name, p in agent.named_parameters()}

@@ -550,8 +550,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             env.reset(seed=seed)
         truncated[:] = True  # the next step resets every env, and with it the memory
 
+    learned = {"parameters": parameters, "adam": adam}  # perf[graph] the state of a run is tensors alone
     if saved:
-        for tensor, saved_tensor in zip(tree_leaves((parameters, adam)), tree_leaves(saved["state"]), strict=True):
+        for tensor, saved_tensor in zip(tree_leaves(learned), tree_leaves(saved["state"]), strict=True):  # perf[graph]
             tensor.copy_(saved_tensor.view_as(tensor))
         start_anew(first_iteration)
 
@@ -651,8 +652,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # save
         if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
-            kept["state"] = {"parameters": parameters, "adam": adam}  # perf[graph]
             kept["last_returns"] = list(last_returns)
+            kept["state"] = learned  # perf[graph]
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
             if signals:

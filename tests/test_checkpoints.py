@@ -99,7 +99,7 @@ ON_CUDA += [(twin, {"cudagraphs": True, "device": "cuda"}) for _, twin in TWINS]
 def test_a_killed_and_resumed_run_computes_the_same_bits(monkeypatch, name, flags):
     """Parameters, metrics and all that the last checkpoint holds: optimizer, replay, statistics, returns.
 
-    The killed run is also a second run of the same seed, with as many threads as there are here.
+    The killed run is also a second run of the same seed. TD3 has two threads, all others have one.
     """
     torch.set_num_threads(2 if name == "td3_continuous_action" else 1)
     patch_reports(monkeypatch, name)
