@@ -251,6 +251,7 @@ def text_table(rows: list[dict]) -> str:
 
     from plot import pays_after
 
+    beside_eager = rows[0]["mode"] == "eager"  # ranks all compile
     cells = []
     for row in rows:
         sps, low, high = row["sps"]
@@ -261,7 +262,7 @@ def text_table(rows: list[dict]) -> str:
             f"x {rows[0]['mode']}": f"{row['ratio'][0]:.2f}",
             "cold start s": shown(row["startup_seconds"], "{:.1f}"),
             "warm start s": shown(row["warm_seconds"], "{:.1f}"),
-            "pays off after": shown(pays_after(row, rows[0]), "{:,.0f} steps"),
+            "pays off after": shown(pays_after(row, rows[0]) if beside_eager else None, "{:,.0f} steps"),
             "host MB": shown(row["host_mb"], "{:,.0f}"),
             "GPU MB": shown(row["device_mb"], "{:,.0f}"),
             "GPU %": shown(row["gpu_utilisation"], "{:.0f}"),

@@ -172,6 +172,7 @@ def test_summary_pairs_the_slices():
     table = compare.text_table([eager, compiled])
     assert "3.00" in table and "warm start s" in table
     assert "GPU" not in table and "comm" not in table  # no column without content
+    assert "pays off after" in table and "pays off" not in compare.text_table([eager | {"mode": "1 rank"}, compiled])
 
 
 def test_each_mode_has_a_cache_of_its_own_that_a_compiler_takes(monkeypatch, tmp_path):
