@@ -249,9 +249,8 @@ def text_table(rows: list[dict]) -> str:
     def shown(value: float | None, template: str, factor: float = 1) -> str | None:
         return None if value is None else template.format(factor * value)
 
-    from plot import pays_after
+    from plot import may_pay, pays_after
 
-    beside_eager = rows[0]["mode"] == "eager"  # ranks all compile
     cells = []
     for row in rows:
         sps, low, high = row["sps"]
@@ -262,7 +261,7 @@ def text_table(rows: list[dict]) -> str:
             f"x {rows[0]['mode']}": f"{row['ratio'][0]:.2f}",
             "cold start s": shown(row["startup_seconds"], "{:.1f}"),
             "warm start s": shown(row["warm_seconds"], "{:.1f}"),
-            "pays off after": shown(pays_after(row, rows[0]) if beside_eager else None, "{:,.0f} steps"),
+            "pays off after": shown(pays_after(row, rows[0]) if may_pay(row, rows[0]) else None, "{:,.0f} steps"),
             "host MB": shown(row["host_mb"], "{:,.0f}"),
             "GPU MB": shown(row["device_mb"], "{:,.0f}"),
             "GPU %": shown(row["gpu_utilisation"], "{:.0f}"),
@@ -342,7 +341,7 @@ def compare(script: str, args: Args, externals: dict[str, str]):
         utilisation(report, args.out / f"{script}_gpu.png")
     if phases:
         print("\nmicroseconds per env step\n" + phases_table(phases))
-    elif args.profile:
+    elif args.profile and not has_phases(script):
         print(f"no --profile: the loop of {script} has no phases to measure.")
 
 

@@ -251,8 +251,8 @@ def speed_block(folder: str = "cpu", script: str | None = None) -> str:
         for row in report["modes"]:
             (sps, low, high), ratio = row["sps"], row["ratio"]
             cold, warm = (amount(row.get(key), "{:.0f} s") for key in ("startup_seconds", "warm_seconds"))
-            has_start = "compile" in row["mode"] and report["modes"][0]["mode"] == "eager"
-            pays = steps_until(pays_after(row, report["modes"][0])) if has_start else "-"
+            eager = report["modes"][0]
+            pays = steps_until(pays_after(row, eager)) if may_pay(row, eager) else "-"
             cells = (row["mode"], f"{sps:,.0f}", f"{low:,.0f} - {high:,.0f}")
             cells += (f"{ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f})", cold, warm, pays)
             rows.append(cells + (amount(row["host_mb"], "{:,.0f} MB"), amount(row["env_share"], "{:.0%}")))
@@ -264,6 +264,11 @@ def against(row: dict, other: dict) -> float:
     """How many times as fast a mode is as another: the median of the ratios of slices of a round."""
     runs = zip(row["runs"], other["runs"], strict=True)
     return median(a / b for own, its in runs for a, b in zip(own["rates"], its["rates"]))
+
+
+def may_pay(row: dict, first: dict) -> bool:
+    """Whether a row is of compiled code beside the plain file; ranks all compile."""
+    return "compile" in row["mode"] and first["mode"] == "eager"
 
 
 def pays_after(compiled: dict, eager: dict) -> int | None:

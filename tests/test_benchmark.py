@@ -572,6 +572,10 @@ def test_a_script_without_phases_is_refused(capsys, monkeypatch, tmp_path, scrip
         phases.main(phases.Args(scripts=("dqn", script)))
     compare.main(compare.Args((script,), profile=True, peers=False, pairs=1, out=tmp_path))
     assert f"no --profile: the loop of {script} has no phases to measure.\n" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(compare.importlib.util, "find_spec", lambda name: name)
+        compare.main(compare.Args(("dqn",), modes=("sb3",), profile=True, pairs=1, out=tmp_path))
+    assert "no phases" not in capsys.readouterr().out  # it has some; none of ours was chosen
 
 
 def test_the_returns_with_bf16_are_beside_those_without(monkeypatch, own_folder):
