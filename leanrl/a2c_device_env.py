@@ -10,7 +10,7 @@
 Paper: Mnih et al. 2016, https://arxiv.org/abs/1602.01783, section 4.
 REINFORCE (Williams 1992) is the same with --num-steps 500 --gae-lambda 1: long rollouts, and the value as its baseline.
 Fast twin: a2c_device_env_torchcompile.py. `diff -u` the two files to see what makes it faster.
-To learn the algorithm, read step_device(), gae(), a2c_loss() and train(); to add an env, docs/device.md.
+To learn the algorithm, read step_device(), gae(), a2c_loss() and train(); to add an env, see docs/device.md.
 Shapes: T = num_steps, N = num_envs; O = size of an observation, A = number of actions.
 Differences from the paper:
 1. Adam instead of RMSProp, advantages by GAE, and one learner whose envs step together.

@@ -9,7 +9,7 @@
 
 Paper: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, whose equations are cited below as "eq.".
 Fast twin: ppo_device_env_torchcompile.py. `diff -u` the two files to see what makes it faster.
-To learn the algorithm, read step_device(), gae(), ppo_loss() and train(); to add an env, docs/device.md.
+To learn the algorithm, read step_device(), gae(), ppo_loss() and train(); to add an env, see docs/device.md.
 Shapes: T = num_steps, N = num_envs, B = T * N, rows of a rollout; O = size of an observation, A = number of actions.
 Differences from CleanRL's ppo.py:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
