@@ -1,4 +1,4 @@
-"""The one table of the scripts. The benchmark and the tests read it, so a new script or pair is one new row here.
+"""The one table of the scripts. The benchmark and the tests read it. docs/contributing.md says what else a pair needs.
 
 A mode is (suffix of the file, its flags). "eager" is the plain file, all others are of its twin. The data-parallel
 script has no twin; its modes are numbers of ranks.

@@ -34,7 +34,7 @@ import numpy as np
 import pandas as pd
 import tyro
 from catalog import CATALOG, JAX, RANKS
-from measure import HAND_OVER, ROOT
+from measure import HAND_OVER, JAX_ON_A_GPU, ROOT
 from tqdm import tqdm
 
 
@@ -43,9 +43,9 @@ class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(CATALOG)
     env_id: str | None = None  # another env that the script can learn; default: the script's own
     steps: int | None = None  # env steps of each run; default: the script's own
-    seconds: float | None = None  # end each run once it has been measured for so long; not for ranks
+    seconds: float | None = None  # end each run earlier, once it has been measured for so long; not for ranks
     pairs: int = 3  # runs of each mode
-    slices: int | None = None  # parts of a run, in turn; default: 20, or 1 for players on Ray; 1: runs take no turns
+    slices: int | None = None  # parts of a run, in turn; default: 20, or 1 for ppo_atari_ray; 1: runs take no turns
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
     flags: str = ""  # more flags of the scripts, in one string; write --flags="--num-envs 1024"
     threads: int | None = None  # of every run, on as many cores; default: the script's; of JAX and peers 1 or all
@@ -55,13 +55,19 @@ class Args:
     out: Path = Path("runs/compare")  # where the JSON and the picture go
 
 
+NAME_GPUS = """
+import torch
+for i in range(torch.cuda.device_count()):
+    print(torch.cuda.get_device_name(i))
+"""
+
+
 def gpu_names() -> list[str]:
-    """The names of all GPUs, without importing torch."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return []
+    """The names of the GPUs that PyTorch can use. Another process asks it: this one would hold memory on them."""
+    if not shutil.which("nvidia-smi"):
+        return []  # importing torch takes seconds
+    process = subprocess.run([sys.executable, "-c", NAME_GPUS], stdout=subprocess.PIPE, text=True, check=True)
+    return process.stdout.splitlines()
 
 
 def machine() -> dict:
@@ -276,14 +282,16 @@ def text_table(rows: list[dict]) -> str:
 def compare(script: str, args: Args, externals: dict[str, str]):
     """Measures a script in all modes that are asked for; prints and writes the results."""
     from phases import has_phases, measure_phases  # which imports this file
-    from plot import bars, utilisation  # after the command line is checked: matplotlib is slow to import
+    from plot import bars, run_length, utilisation  # after the command line is checked: matplotlib is slow to import
 
     entry, here = CATALOG[script], machine()
     env_id = args.env_id or entry.env_id
     steps = args.steps or entry.steps
     ours = [mode for mode in entry.modes if here["gpu"] or "cudagraphs" not in mode]
-    needed = ("jax", "jax_cuda12_plugin") if here["gpu"] else ("jax",)
-    has_jax = all(importlib.util.find_spec(package) for package in needed)
+    has_jax = bool(importlib.util.find_spec("jax"))
+    if args.peers and has_jax and here["gpu"] and not importlib.util.find_spec("jax_cuda12_plugin"):
+        has_jax = False
+        print(f"note: nothing in JAX is measured (SBX included), since JAX has no GPU here: {JAX_ON_A_GPU}")
     if not (args.peers and has_jax):
         ours = [mode for mode in ours if mode not in JAX]
     if entry.modes is RANKS and here["gpu"] and here["gpus"] < 2:
@@ -296,8 +304,8 @@ def compare(script: str, args: Args, externals: dict[str, str]):
     if not chosen or set(chosen) & set(externals):
         sys.exit("error: nothing to measure, or an --external with the name of a mode.")
     seconds = None if entry.modes is RANKS else args.seconds  # ranks would not end at the same report
-    length = f"{seconds} s" if seconds else f"{steps:,} steps"
-    print(f"{script} on {env_id}: {', '.join([*chosen, *externals])}; {args.pairs} x {length}", flush=True)
+    names = ", ".join([*chosen, *externals])
+    print(f"{script} on {env_id}: {names}; {args.pairs} x {run_length(steps, seconds)}", flush=True)
     if args.flags and set(chosen) & set(peers):
         print("note: other libraries do not get --flags; theirs stand in benchmark/peers.py.")
     slices = args.slices or entry.slices

@@ -47,7 +47,7 @@ for script in $scripts; do check "resume-$script" test_checkpoints.py "$script a
 for script in $scripts; do check "learning-$script" test_learning.py "$script and not ${script}_lru"; done
 check tests-ranks test_multigpu.py # all skipped on one GPU
 
-speed() { # speed SCRIPT [FLAGS OF compare.py]: each mode for ten seconds after its warm-up, DQN and ranks for enough steps
+speed() { # speed SCRIPT [FLAGS OF compare.py]: each mode for ten seconds after its warm-up, ranks for enough steps
   wanted "speed-$1" || return 0
   timeout 540 python3 benchmark/compare.py "$1" --no-peers --pairs 1 --slices 1 --out "$out" "${@:2}" 2>&1 |
     tee "$out/speed-$1.log" || { echo "FAILED: speed-$1" && failed=1; }
@@ -56,13 +56,13 @@ clock=(--steps 1000000 --seconds 10)
 speed ppo_continuous_action "${clock[@]}"
 speed td3_continuous_action "${clock[@]}"
 speed sac_continuous_action "${clock[@]}"
-speed dqn --steps 200000 # by the clock, a slow mode would end while most of its actions are random
-speed dqn_lru --steps 50000
+# few random actions from the start: by the clock, a slow mode would end while most of its actions are random
+for script in dqn dqn_lru; do speed $script "${clock[@]}" --flags="--start-e 0.05"; done
 for script in ppo_lru ppo_rnn; do speed $script "${clock[@]}"; done
 for script in ppo_device_env a2c_device_env; do speed $script --steps 1000000000 --seconds 10; done
 if [[ $gpu ]]; then
   speed ppo_atari_envpool "${clock[@]}" --modes eager compile compile+cudagraphs{,+groups,+groups+bf16}
-  speed ppo_atari_multigpu --steps 131072 # ranks would not end at the same report
+  speed ppo_atari_multigpu --steps 262144 # ranks would not end at the same report
 else
   speed ppo_atari_envpool "${clock[@]}" --modes eager compile
   speed ppo_atari_multigpu --steps 8192 --modes "1 rank" "2 ranks"

@@ -31,6 +31,7 @@ from catalog import CATALOG, JAX, RANKS
 from peers import LEARNING_STARTS
 
 HAND_OVER = "your turn"
+JAX_ON_A_GPU = "pip install 'jax[cuda12]==0.10.2'"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -328,12 +329,12 @@ def graph_share(graphs: list, seconds_per_step: float, learning_steps: int, sync
     return spent / learning_steps / seconds_per_step if spent else None
 
 
-def sample_gpu(samples: list[tuple[float, float]], stop: threading.Event, every: float = 0.5):
-    """Appends (seconds, the GPU's utilisation in percent) until told to stop, while a slice runs."""
-    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", "0"]
+def sample_gpu(gpu: str, samples: list[tuple[float, float]], stop: threading.Event, every: float = 0.5):
+    """Appends (seconds, the utilisation of a GPU in percent) until told to stop, while a slice runs."""
+    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", gpu]
     while not stop.wait(every):
         if MEASURING.is_set():
-            percent = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+            percent = subprocess.run(query, capture_output=True, text=True).stdout.strip()
             if not percent.isdigit():  # some GPUs, and parts of one, do not say
                 return
             samples.append((clock(), float(percent)))
@@ -363,9 +364,11 @@ def main(args: Args):
         import jax
 
         if jax.default_backend() == "cpu":
-            sys.exit("error: PyTorch has a GPU here, and JAX has none: pip install 'jax[cuda12]==0.10.2'")
+            sys.exit(f"error: PyTorch has a GPU here, and JAX has none: {JAX_ON_A_GPU}")
     if has_gpu:
-        threading.Thread(target=sample_gpu, args=(samples, stop), daemon=True).start()
+        uuid = str(torch.cuda.get_device_properties(0).uuid)  # nvidia-smi may count in another order
+        gpu = f"GPU-{uuid.removeprefix('GPU-')}"
+        threading.Thread(target=sample_gpu, args=(gpu, samples, stop), daemon=True).start()
     entry = CATALOG[args.script]
     if not entry.steps_elsewhere:
         spent = (time_pool_steps if entry.requirements == "atari" else time_env_steps)(args.env_id)

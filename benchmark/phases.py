@@ -18,7 +18,7 @@ from statistics import median
 
 import tyro
 from catalog import CATALOG, RANKS
-from compare import Run, machine, measure
+from compare import Run, machine, measure, phases_table
 from measure import ROOT
 from tqdm import tqdm
 
@@ -85,7 +85,6 @@ def main(args: Args):
         turns = []
         for seed in range(1, args.pairs + 1):
             turns.append([measure_phases(Run(script, mode, steps, env_id, seed)) for mode in args.modes])
-            print(script, *turns[-1], sep="\n", file=sys.stderr)
         # of each mode, the run of median speed: the phases of one run add up
         rows = [sorted(runs, key=lambda row: row["microseconds"])[len(runs) // 2] for runs in zip(*turns)]
         for row, runs in zip(rows, zip(*turns)):  # of all turns, since it drifts, too
@@ -93,6 +92,7 @@ def main(args: Args):
         report = {"script": script, "env_id": env_id, "machine": machine(), "turns": args.pairs}
         report |= {"steps": steps, "modes": rows}
         (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")
+        print(f"\n{script}, microseconds per env step\n{phases_table(rows)}")
 
 
 if __name__ == "__main__":

@@ -226,6 +226,10 @@ def turns(row: dict) -> str:
     return f"{n} turn{'s' if n > 1 else ''}{'' if 'rates' in row['runs'][0] else ' of whole runs'}"
 
 
+def run_length(steps: int, seconds: float | None) -> str:
+    return f"{steps:,} steps" + (f" or {seconds:g} s, whichever ends first," if seconds else "")
+
+
 def amount(value: float | None, template: str) -> str:
     """A cell of a table; - where nothing was measured, as of a program that is timed from outside."""
     return "-" if value is None else template.format(max(value, 0))  # what a start took may be below 0, by noise
@@ -238,10 +242,12 @@ def speed_block(folder: str = "cpu", script: str | None = None) -> str:
         if script not in (None, report["script"]):
             continue
         where = report["machine"]
-        length = f"{report['seconds']} s" if report.get("seconds") else f"{report['steps']:,} steps"
+        length = run_length(report["steps"], report.get("seconds"))
+        used = {row["threads"] for row in report["modes"] if row.get("threads")}
+        cores = f"{where['cores']} cores" + (", one thread a process" if used == {1} else "")
         lines += [
             f"`{' '.join([report['script'], report.get('flags', '')]).strip()}` on {report['env_id']}, {length} a run, "
-            f"{turns(report['modes'][0])} ({where['gpu'] or where['cpu']}, {where['cores']} cores, "
+            f"{turns(report['modes'][0])} ({where['gpu'] or where['cpu']}, {cores}, "
             f"torch {where['torch']}, {where['date']}, commit {where['commit']}):",
             "",
         ]
@@ -453,11 +459,11 @@ def gain_block(tag: str) -> str:
     of_a_gpu = "not measured yet, since it is for a GPU"
     elsewhere = {"capture": of_a_gpu, "overlap": of_a_gpu, "pinned": of_a_gpu}
     elsewhere["operator"] = "not measured apart; with perf[graph], that of `compile` over `eager` in benchmark.md"
-    gains = [
-        f"{1 / row['ratio'][0]:.2f} x ({script})"
-        for script, row in ablation_rows()
-        if row["variant"].startswith(f"without perf[{tag}]")
-    ]
+    measured = [(s, row["ratio"]) for s, row in ablation_rows() if row["variant"].startswith(f"without perf[{tag}]")]
+    unclear = [script for script, (_, low, high) in measured if low <= 1 <= high]
+    gains = [f"{1 / ratio:.2f} x ({script})" for script, (ratio, *_) in measured if script not in unclear]
+    if unclear:
+        gains.append(f"none shown ({', '.join(unclear)})")
     if tag in elsewhere:
         gains.append(elsewhere[tag])
     if tag in ("bf16", "groups"):

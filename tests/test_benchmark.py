@@ -94,7 +94,7 @@ def test_scripts_have_the_names_that_the_benchmark_relies_on():
     needed = ["Args", "WARMUP_REPORTS", "time", "SPS", "startup_seconds", "episodic_return", "global_step"]
     needed += ["train", "report", "# act", "# learn", "# step and store", "# report", "CudaGraphModule"]
     needed += ["summary.json", "charts/episodic_return", "DistributedDataParallel", "--local-num-envs"]
-    needed += ["REPORT_INTERVAL", "marks"]
+    needed += ["REPORT_INTERVAL", "marks", "dist.all_reduce", "dist.all_gather_object"]
     page = (ROOT / "docs" / "benchmark.md").read_text()
     section = page[page.index("### What the benchmark needs") : page.index("### Tables")]
     assert all(re.search(rf"`{name}[`(]", section) for name in needed)
@@ -109,6 +109,8 @@ def test_scripts_have_the_names_that_the_benchmark_relies_on():
         assert "marks.append(" in text and "\n\n\n@dataclass" in text
         assert hasattr(script, "REPORT_INTERVAL") == ("learning_starts" in vars(script.Args))
         assert ("multigpu" in name) == ("DistributedDataParallel" in text) == ("local_num_envs" in text)
+        assert ("multigpu" in name) == ("dist.all_reduce(" in text) == ("dist.all_gather_object(" in text)
+        assert not re.search(r"(?<!dist\.)\b(all_reduce|all_gather_object)\(", text)
         assert list(inspect.signature(script.report).parameters)[-2:] == ["writer", "progress"]
         if name.endswith(TWIN):
             assigned = ", ".join(re.findall(r"\n *([\w, ]+) = \(?CudaGraphModule\(", text))
@@ -258,18 +260,18 @@ def test_cuda_sh_has_parts_for_every_twin(tmp_path):
     twins = [name for name in CATALOG if f"{name}{TWIN}" in SCRIPTS]
     expected = {f"{what}-{name}" for what in ("tests", "resume", "learning", "speed") for name in twins}
     expected |= {"tests-others", "tests-ray", "tests-ranks", "speed-ppo_atari_multigpu"}
-    assert set(parts.split()) == expected and len(twins) == 10
+    assert set(parts.split()) == expected and len(twins) >= 10
 
 
 def test_the_use_of_a_gpu_is_sampled_and_drawn(monkeypatch, tmp_path):
     """A stand-in for nvidia-smi says 40 and 60 % in turn."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text('#!/bin/sh\necho $((40 + 20 * ($(wc -l < "$0.log") % 2)))\necho >> "$0.log"\n')
+    smi.write_text('#!/bin/sh\necho $((40 + 20 * ($(wc -l < "$0.log") % 2)))\necho "$@" >> "$0.log"\n')
     smi.chmod(0o755)
     (tmp_path / "nvidia-smi.log").touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     samples, stop = [], threading.Event()
-    sampler = threading.Thread(target=measure.sample_gpu, args=(samples, stop, 0.01))
+    sampler = threading.Thread(target=measure.sample_gpu, args=("GPU-1", samples, stop, 0.01))
     measure.MEASURING.set()
     sampler.start()
     while len(samples) < 4:
@@ -279,10 +281,32 @@ def test_the_use_of_a_gpu_is_sampled_and_drawn(monkeypatch, tmp_path):
     sampler.join()
     seconds, percent = zip(*samples)
     assert percent[:4] == (40, 60, 40, 60) and list(seconds) == sorted(seconds)
+    assert all(line.endswith(" -i GPU-1") for line in (tmp_path / "nvidia-smi.log").read_text().splitlines())
     rows = [{"mode": "eager", "runs": [{"gpu_samples": [[10.0, 50.0], [12.0, 50.0]]}]}, {"mode": "sb3", "runs": [{}]}]
     plot.utilisation({"script": "sac", "modes": rows}, tmp_path / "gpu.png")
     assert plot.busy_seconds([[10.0, 50.0], [12.0, 50.0], [14.0, 100.0]]) == 1 + 1.5
     assert (tmp_path / "gpu.png").stat().st_size > 5000
+
+
+def test_a_gpu_is_one_that_pytorch_can_use(monkeypatch, tmp_path):
+    """A driver alone, as of a machine whose PyTorch is built for the CPU, is none."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H100\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert compare.gpu_names() == [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def test_beside_a_gpu_its_use_is_drawn_and_jax_needs_it_as_well(capsys, monkeypatch, tmp_path):
+    result = {"rates": [1.0], "startup_seconds": 0.0, "gpu_samples": [[1.0, 50.0], [3.0, 60.0]]}
+    monkeypatch.setattr(compare, "measure", lambda *turn, progress: [result] * len(turn))
+    monkeypatch.setattr(compare, "gpu_names", lambda: ["a GPU"])
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: name != "jax_cuda12_plugin")
+    for peers in (True, False):
+        compare.main(compare.Args(("ppo_device_env",), pairs=1, peers=peers, out=tmp_path))
+        assert ("since JAX has no GPU here: pip install" in capsys.readouterr().out) == peers
+        modes = [row["mode"] for row in json.loads((tmp_path / "ppo_device_env.json").read_text())["modes"]]
+        assert modes == ["eager", "twin", "compile", "cudagraphs", "compile+cudagraphs"]
+    assert (tmp_path / "ppo_device_env_gpu.png").stat().st_size > 5000
 
 
 def test_sizes_reach_the_scripts_and_are_drawn(monkeypatch, tmp_path):
@@ -511,6 +535,7 @@ def test_compare_from_the_command_line(own_folder):
     process = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=280)
     assert process.returncode == 0, process.stderr
     assert "x eager" in process.stdout and "ppo_continuous_action.png" in process.stdout
+    assert process.stdout.endswith("ppo_continuous_action_torchcompile.py   what makes it fast\n")
     report = json.loads((own_folder / "out" / "ppo_continuous_action.json").read_text())
     assert [row["mode"] for row in report["modes"]] == ["eager", "twin"]
     assert all(row["sps"][0] > 50 and 0 < row["env_share"] < 0.6 for row in report["modes"])
@@ -524,6 +549,7 @@ def test_a_script_on_ray_is_measured_whose_simulators_are_elsewhere(own_folder):
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout.splitlines()[-1])
     assert result["SPS"] > 50 and result["env_share"] is None
+    assert result["gpu_utilisation"] is None or result["gpu_samples"]
 
 
 def test_the_documents_show_the_results():
@@ -550,18 +576,23 @@ def test_the_readme_shows_one_mode_and_not_the_luckiest(monkeypatch):
     assert plot.best_block().count("\n") == 1  # the heading alone
 
 
-def test_the_phases_show_the_median_simulator(monkeypatch, tmp_path):
+def test_the_phases_show_the_median_simulator(capsys, monkeypatch, tmp_path):
     """The second of three runs has the median speed, the third the median simulator."""
     runs = iter([(100, 50), (200, 10), (300, 20)])
 
     def measured(run):
         microseconds, simulator = next(runs)
-        return {"mode": run.mode, "microseconds": microseconds, "simulator": simulator}
+        return {"mode": run.mode, "microseconds": microseconds, "simulator": simulator} | dict.fromkeys(
+            phases.PHASES, 7.04
+        )
 
     monkeypatch.setattr(phases, "measure_phases", measured)
     phases.main(phases.Args(scripts=("dqn",), modes=("eager",), out=tmp_path))
     (row,) = json.loads((tmp_path / "dqn.json").read_text())["modes"]
     assert (row["microseconds"], row["simulator"]) == (200, 20)
+    title, names, numbers = capsys.readouterr().out.strip().splitlines()
+    assert title == "dqn, microseconds per env step" and names.split()[:3] == ["mode", "act", "learn"]
+    assert numbers.split() == ["eager", "7.0", "7.0", "7.0", "7.0", "200", "20"]
 
 
 @pytest.mark.parametrize("script", ["ppo_device_env", "ppo_atari_multigpu", "ppo_atari_ray"])
@@ -575,7 +606,9 @@ def test_a_script_without_phases_is_refused(capsys, monkeypatch, tmp_path, scrip
     with monkeypatch.context() as patch:
         patch.setattr(compare.importlib.util, "find_spec", lambda name: name)
         compare.main(compare.Args(("dqn",), modes=("sb3",), profile=True, pairs=1, out=tmp_path))
-    assert "no phases" not in capsys.readouterr().out  # it has some; none of ours was chosen
+    printed = capsys.readouterr().out
+    assert "no phases" not in printed  # it has some; none of ours was chosen
+    assert "What to try next" not in printed  # which names the peers
 
 
 def test_the_returns_with_bf16_are_beside_those_without(monkeypatch, own_folder):
@@ -664,6 +697,40 @@ def test_an_ablation_is_shown_while_its_patch_is_there(monkeypatch):
     monkeypatch.setattr(plot, "speed_reports", lambda folder: [{"script": "dqn", "variants": rows}])
     assert [row["variant"] for _, row in plot.ablation_rows()] == ["tried: max-autotune"]
     assert plot.gain_block("ring") == "**Gain:** not measured yet."
+
+
+def test_a_gain_is_a_figure_if_its_interval_leaves_out_one(monkeypatch):
+    ratios = {"dqn": [0.5, 0.4, 0.6], "dqn_lru": [0.9, 0.8, 1.0], "ppo_lru": [1.25, 1.1, 1.3]}
+    rows = [(script, {"variant": "without perf[cpp]", "ratio": ratio}) for script, ratio in ratios.items()]
+    monkeypatch.setattr(plot, "ablation_rows", lambda: rows)
+    assert plot.gain_block("cpp") == "**Gain:** 2.00 x (dqn), 0.80 x (ppo_lru), none shown (dqn_lru)."
+
+
+def test_a_table_of_speed_says_how_long_and_on_what_it_was_measured(monkeypatch):
+    machine = {"gpu": None, "cpu": "a CPU", "cores": 2, "torch": "2", "date": "today", "commit": "1"}
+    row = {"mode": "eager", "sps": [1.0] * 3, "ratio": [1.0] * 3, "host_mb": 1.0, "env_share": None, "threads": 1.0}
+    rows = [row | {"runs": [{"rates": [1.0]}]}, row | {"mode": "sbx", "threads": 2.0}]
+    report = {"script": "dqn", "env_id": "e", "steps": 1000, "seconds": None, "machine": machine, "modes": rows}
+    monkeypatch.setattr(plot, "speed_reports", lambda folder: [report])
+    for row in rows[1:]:
+        row |= {"runs": [{"rates": [1.0]}]}
+    assert "1,000 steps a run, 1 turn (a CPU, 2 cores, torch 2," in plot.speed_block()
+    rows[1]["threads"], report["seconds"] = 1.0, 30.0
+    heading = "1,000 steps or 30 s, whichever ends first, a run, 1 turn (a CPU, 2 cores, one thread a process, torch 2,"
+    assert heading in plot.speed_block()
+
+
+def test_the_page_names_the_scripts_whose_default_run_is_too_short_to_compile():
+    short = set()
+    for report in plot.speed_reports("cpu"):
+        modes = {row["mode"]: row for row in report["modes"]}
+        if "eager" in modes:
+            after = plot.pays_after(modes["compile"], modes["eager"])
+            default = load(f"{report['script']}{TWIN}").Args().total_timesteps
+            short |= {report["script"]} if after is None or after > default else set()
+    page = (ROOT / "docs" / "faq.md").read_text()
+    page = page[page.index("## When does compiling not pay?") : page.index("## Why not")]
+    assert short and short == {name for name in CATALOG if f"`{name}`" in page}
 
 
 def test_the_returns_stand_in_the_order_of_the_catalog(monkeypatch, own_folder):
