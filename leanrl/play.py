@@ -100,6 +100,8 @@ def load_policy(path: Path) -> tuple[Callable, list[torch.Tensor], dict]:
             if sum(part.file_size for part in archive.infolist()) > LARGEST:
                 raise ValueError("it is too large")
             parts = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+        if "extra/card.json" not in parts:
+            raise ValueError("it is no policy.pt2 of a training script")
         card = json.loads(parts["extra/card.json"])
         if not re.fullmatch(r"[\w./:-]{1,200}", card["args"]["env_id"]) or not re.fullmatch(r"[\w ]+", card["script"]):
             raise ValueError("its card names no script and env")

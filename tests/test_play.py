@@ -221,6 +221,7 @@ def test_a_policy_that_would_run_code_is_refused(pendulum, capsys, how, own_fold
 BAD = {  # flags, and a part of the sentence that refuses them
     "no file": ({"policy": Path("nowhere.pt2")}, "cannot play nowhere.pt2"),
     "no policy": ({"policy": Path(__file__)}, "is not a zip file"),
+    "a checkpoint": ({"policy": Path("checkpoint.pt")}, "it is no policy.pt2 of a training script"),
     "no episode": ({"episodes": 0}, "--episodes must be at least 1"),
     "negative seed": ({"seed": -1}, "--seed"),
     "unknown env": ({"env_id": "Pendulm-v1"}, "Pendulum"),
@@ -247,6 +248,7 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(monkeypatch, pendulum, caps
     flags, words = BAD[case]
     if case == "an action out of range":
         save(Path("wild.pt2"), Wild(), torch.zeros(2, 4), "CartPole-v1")
+    torch.save({}, "checkpoint.pt")
     with pytest.raises(SystemExit) as exit:
         play.play(play.Args(**{"policy": pendulum} | flags))
     message = capsys.readouterr().err.strip().splitlines()[-1]
