@@ -13,7 +13,7 @@ To learn the algorithm, read vtrace_scan(), ppo_loss() and train(); how the work
 Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N, A = number of actions.
 Differences from IMPALA:
 1. The ratio that PPO clips is to the policy at the start of the batch; V-trace corrects for the one that played.
-2. With --lag 1, a rollout comes from the policy of one update before, and every run gives the same bits.
+2. With --lag 1, a rollout comes from the policy of one update before, and runs of a seed give the same bits.
 3. --update-epochs 1 --num-minibatches 1 --no-norm-adv --gae-lambda 1 make the loss IMPALA's.
 """
 
@@ -287,7 +287,7 @@ class FramePlayers:  # perf[frames] perf[vector]
         try:
             self.envs = make_envs(self.env_id, seeds, self.num_threads)
         except SystemExit as error:  # to Ray this would be a worker to be started again
-            raise RuntimeError(f"{self.env_id} cannot be made there; EnvPool may be missing") from error
+            raise RuntimeError(f"{self.env_id} cannot be made there: {error.__context__}") from error
         self.obs, _ = self.envs.reset()
         self.done[:] = False
         self.scores[:] = 0
@@ -403,7 +403,7 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
     except ImportError:
         fail("Ray is missing; pip install ray==2.60.0")
     except Exception as error:
-        fail(f"cannot start Ray, or join {args.ray_address}: {error!s:.300}")
+        fail(f"cannot start or join Ray on {args.ray_address or 'this machine'}: {error!s:.300}")
     signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place
     here = ray.get_runtime_context().get_node_id()
     [store] = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
@@ -431,7 +431,7 @@ def collect(workers: list, refs: list, timeout: float) -> list:
                 raise TimeoutError("no answer in time; see --worker-timeout")
             results.append(ray.get(ref, timeout=60))  # it is on this machine by now
         except ray.exceptions.RayTaskError as error:  # an env has raised it, and would do so again
-            error.add_note("error: env and step are numbers of one worker, which counts for itself.")
+            error.add_note("error: a worker raised this; an env and a step that it names are of its group of envs.")
             raise
         except (TimeoutError, ray.exceptions.RayError) as error:
             if isinstance(error, TimeoutError):
@@ -789,7 +789,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         restore_stacks(obs, first, frame, stacks)
         reward, terminated, done, valid = outcome.unbind(-1)
         logprob = logprob_played
-        if args.lag > 0 or args.first_come:  # an older policy played
+        if args.lag > 0:  # an older policy played
             logprob, value = evaluate(obs, action)
         log_ratio = logprob - logprob_played
         ratio = log_ratio.exp()

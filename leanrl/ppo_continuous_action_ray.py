@@ -79,7 +79,7 @@ class Args:
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
     ray_address: str | None = None  # cluster to join: auto, or the head's host:port; default: only this machine
-    act_on: Literal["worker", "learner"] = "worker"  # where the policy acts: a call per rollout, or one per env step
+    act_on: Literal["worker", "learner"] = "worker"  # who acts; calls are per rollout, or per step of a worker's envs
     env_groups: int = 1  # groups of each worker's envs; with 2, one steps while the learner acts for the other
     worker_timeout: float = 300.0  # a worker is started again if a call, maybe a rollout, takes more seconds than this
 
@@ -376,7 +376,7 @@ class Simulators:
         try:
             self.envs = [make_env(env_id, gym.spaces.Box) for _ in range(num_envs)]
         except SystemExit as error:  # to Ray this would be a worker to be started again
-            raise RuntimeError(f"{env_id} cannot be made there; its package may be missing") from error
+            raise RuntimeError(f"{env_id} cannot be made there: {error.__context__ or 'wrong spaces'}") from error
         self.obs = np.zeros((num_envs, *self.envs[0].observation_space.shape))
         self.reward = np.zeros(num_envs)
         self.terminated, self.truncated = np.zeros((2, num_envs), bool)
@@ -447,7 +447,7 @@ def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) ->
     except ImportError:
         fail("Ray is missing; pip install ray==2.60.0")
     except Exception as error:
-        fail(f"cannot start Ray, or join {args.ray_address}: {error!s:.300}")
+        fail(f"cannot start or join Ray on {args.ray_address or 'this machine'}: {error!s:.300}")
     signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place
     here = ray.get_runtime_context().get_node_id()
     [store] = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
@@ -475,7 +475,7 @@ def collect(workers: list, refs: list, timeout: float) -> list:
                 raise TimeoutError("no answer in time; see --worker-timeout")
             results.append(ray.get(ref, timeout=60))  # it is on this machine by now
         except ray.exceptions.RayTaskError as error:  # an env has raised it, and would do so again
-            error.add_note("error: env and step are numbers of one worker, which counts for itself.")
+            error.add_note("error: a worker raised this; an env and a step that it names are of its group of envs.")
             raise
         except (TimeoutError, ray.exceptions.RayError) as error:
             if isinstance(error, TimeoutError):

@@ -554,7 +554,7 @@ def test_an_env_that_raises_ends_the_run_by_name_and_step(monkeypatch, local, na
         notes = ["error: env 0 raised this in env step 6. Earlier checkpoints are kept."]
         assert error.value.__notes__ == [
             *notes,
-            "error: env and step are numbers of one worker, which counts for itself.",
+            "error: a worker raised this; an env and a step that it names are of its group of envs.",
         ]
 
 
@@ -797,6 +797,32 @@ def test_a_run_survives_a_machine(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", RAY)
+def test_a_worker_says_why_it_cannot_make_the_env(monkeypatch, name):
+    """And does not exit, which to Ray would be a worker to be started again."""
+    script = load(name)
+    if name in CONTINUOUS:
+        with pytest.raises(RuntimeError, match="cannot be made there: No module named 'nowhere'"):
+            script.Simulators("nowhere:X-v0", 1, None, 0.99)
+        with pytest.raises(RuntimeError, match="CartPole-v1 cannot be made there: wrong spaces"):
+            script.Simulators("CartPole-v1", 1, None, 0.99)
+    else:
+        players = next(value for key, value in vars(script).items() if key.endswith("Players"))
+        monkeypatch.setitem(sys.modules, "envpool", None)
+        with pytest.raises(RuntimeError, match="Breakout-v5 cannot be made there: import of envpool halted"):
+            players("Breakout-v5", 1, 1).reset([1])
+
+
+def test_a_ray_that_does_not_start_gets_a_sentence(monkeypatch, capsys):
+    def init(*args, **kwargs):
+        raise OSError("no space left on the device")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, is_initialized=lambda: False))
+    with pytest.raises(SystemExit):
+        train(monkeypatch, "ppo_atari_ray", **tiny("ppo_atari_ray"))
+    assert "error: cannot start or join Ray on this machine: no space left on the device\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere", "auto"])
 def test_a_cluster_that_is_not_there_gets_a_sentence(monkeypatch, address):
     """So does one that has ended, where Ray looks for it. An address that is named counts more than Ray's variable."""
@@ -805,7 +831,7 @@ def test_a_cluster_that_is_not_there_gets_a_sentence(monkeypatch, address):
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         process = start("ppo_atari_ray", ray_address=address)
         errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 2 and f"error: cannot start Ray, or join {address}: [Errno" in errors, errors
+    assert process.returncode == 2 and f"error: cannot start or join Ray on {address}: [Errno" in errors, errors
 
 
 def test_an_asynchronous_run_learns(monkeypatch, local, quadrants, name="ppo_atari_ray_torchcompile"):
