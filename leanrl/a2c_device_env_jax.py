@@ -403,6 +403,8 @@ def train(args: Args) -> dict[str, float]:
         near = difflib.get_close_matches(args.env_id, ENVS, cutoff=0)
         fail(f"no env {args.env_id!r} in this file; try {', '.join(near)}.")
     env = ENVS[args.env_id]
+    if args.seed >= 2**32:
+        fail(f"--seed must be below 2**32 for JAX, not {args.seed}.")
     if not args.cuda:
         jax.config.update("jax_platforms", "cpu")
     run_dir, writer = start_run(args)

@@ -417,6 +417,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         fail(f"--total-timesteps must be at least {iteration_size}, a rollout of all ranks.")
     if minibatch_size < 2 or batch_size % args.num_minibatches:
         fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
+    if N * world_size > 10_000:
+        fail("more than 10,000 envs would share random streams with those of other seeds.")
     seeds = [(10_000 * args.seed + N * rank + i) % 2**31 for i in range(N)]  # of this rank's envs
     envs = make_envs(args.env_id, seeds)
     made_by = [Path(__file__).stem, args.env_id, T, N, world_size]

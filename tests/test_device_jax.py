@@ -109,7 +109,7 @@ def test_explained_variance_is_that_of_pytorch(name):
         assert float(found) == pytest.approx(expected, abs=1e-5)
 
 
-BAD = [{"env_id": "CartPol-v1"}, {"total_timesteps": 1}, {"gamma": 2.0}, {"num_envs": 0}]
+BAD = [{"env_id": "CartPol-v1"}, {"total_timesteps": 1}, {"gamma": 2.0}, {"num_envs": 0}, {"seed": 2**32}]
 CASES = [(name, flags) for name in NAMES for flags in BAD] + [("ppo_device_env", {"num_minibatches": 7})]
 
 

@@ -322,6 +322,7 @@ def test_without_torchrun_it_says_how_to_start(capsys, monkeypatch):
     [
         ({"env_id": "Pnog-v5"}, "Pong-v5"),
         ({"num_minibatches": 3}, "a rollout has 1024 steps; --num-minibatches must divide it"),
+        ({"local_num_envs": 5001}, "more than 10,000 envs would share random streams"),
         ({"total_timesteps": 100}, "--total-timesteps must be at least 2048"),
         ({"backend": "nccl"}, "local rank 0 needs a GPU"),
         ({"exp_name": "a\0b"}, "cannot use cpu, the folder"),
