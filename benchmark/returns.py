@@ -116,18 +116,17 @@ def run_peer(script: str, env_id: str, seed: int, mode: str, total_timesteps: in
 
 def run(script: str, env_id: str, seed: int, mode: str, args: Args):
     """Trains and records the outcome."""
-    total_timesteps = args.total_timesteps
+    total_timesteps, here = args.total_timesteps, machine()
     train = run_peer if mode in CATALOG[script].peers else run_script
     with tempfile.TemporaryDirectory() as folder:
         step, seconds, value, episodic_return = train(script, env_id, seed, mode, total_timesteps, folder, args.patch)
     mode = args.patch.stem if args.patch else mode
     curve = learning_curve(step, seconds, value, total_timesteps)
     name = re.sub("[/:]", "_", f"{script}__{env_id}__{total_timesteps}__{mode}.csv").replace(" ", "-")
-    append_csv(args.out / "curves" / name, [{"seed": seed} | row for row in curve])
-    here = machine()
     row = {"script": script, "env_id": env_id, "mode": mode, "seed": seed, "steps": total_timesteps}
     row |= {"episodic_return": f"{episodic_return:.6g}", "minutes": f"{float(curve[-1]['seconds']) / 60:.1f}"}
     row |= {"device": here["gpu"] or here["cpu"], "torch": here["torch"], "commit": here["commit"]}
+    append_csv(args.out / "curves" / name, [{"seed": seed} | row for row in curve])
     append_csv(args.out / "returns.csv", [row | {"date": date.today().isoformat()}])
 
 
