@@ -160,12 +160,6 @@ class GreedyQNetwork(nn.Module):
         return self.q_network(obs).argmax(-1) + self.first_action
 
 
-def linear_schedule(start: float, end: float, duration: float, step: np.ndarray) -> np.ndarray:
-    """Falls linearly from start at step 0 to end at step `duration`, and stays there."""
-    share = np.minimum(step / max(duration, 1e-9), 1)
-    return (1 - share) * start + share * end
-
-
 def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.device) -> Tensor:
     """Zeros (C, N, row_size) with room for `buffer_size` transitions; fails if the memory does not suffice.
 
@@ -432,7 +426,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         now = (step - first_drawn) % REPORT_INTERVAL
         if now == 0:  # draw the random numbers of many steps at once
             steps = global_step + N * np.arange(REPORT_INTERVAL)[:, None]
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, steps)
+            epsilon = np.interp(steps, [0, exploration_steps], [args.start_e, args.end_e])
             random_action = first_action + rng.integers(num_actions, size=(REPORT_INTERVAL, N))
             greedy = rng.random((REPORT_INTERVAL, N)) >= epsilon
             any_greedy = greedy.any(1)
