@@ -234,10 +234,13 @@ def as_operator(step, T: int, weight: Tensor, state: Tensor, options: dict):
     run.register_fake(lambda weight, gates_x, keep, state: state.new_empty(len(gates_x), *state.shape))
     run_back.register_fake(lambda grad, states, *inputs: [torch.empty_like(inputs[i]) for i in (0, 1, 3)])
 
+    # looked up once: the name is lost as soon as an older operator of that name is collected
+    forwards, backwards = (getattr(torch.ops.leanrl, op).default for op in (name, f"{name}_back"))
+
     class Recurrence(torch.autograd.Function):  # says that one operator is the gradient of the other
         @staticmethod
         def forward(*inputs: Tensor) -> Tensor:
-            return getattr(torch.ops.leanrl, name)(*inputs)
+            return forwards(*inputs)
 
         @staticmethod
         def setup_context(ctx, inputs: tuple, states: Tensor):
@@ -246,7 +249,7 @@ def as_operator(step, T: int, weight: Tensor, state: Tensor, options: dict):
         @staticmethod
         def backward(ctx, grad: Tensor) -> tuple:
             with torch.no_grad():  # the gradient has none of its own
-                grads = getattr(torch.ops.leanrl, f"{name}_back")(grad, *ctx.saved_tensors)
+                grads = backwards(grad, *ctx.saved_tensors)
             return grads[0], grads[1], None, grads[2]
 
     return lambda _, *inputs: Recurrence.apply(*inputs)

@@ -1,5 +1,6 @@
 """Recurrent policies: the memory is that of the episode, in a rollout as in a minibatch, and it is of use."""
 
+import gc
 from functools import partial
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from catalog import CATALOG
 from conftest import MEMORY, load, train
 from test_scripted_env import DONE, OBS, REWARD, TERMINATED, VALID
+from torch._library.custom_ops import OPDEF_TO_LIB
 from torch.func import grad_and_value
 
 SMALL = {"hidden_size": 16, "num_minibatches": 1, "update_epochs": 1, "num_envs": 1}
@@ -200,6 +202,25 @@ def test_the_operator_computes_what_the_loop_computes(C):
             for a, b in zip(*outcomes, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         assert len(compiled) == 2 * (i + 1)
+
+
+def test_an_operator_is_not_compiled_anew_when_an_older_one_is_collected(monkeypatch):
+    """PyTorch forgets the name that both have. A second run in a process may lose the first one's at any time."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=lambda graph, inputs, options=None: graph))
+    script, (weight, gates_x, keep, state) = load("ppo_rnn_torchcompile"), sequence("gru", 2)
+    script.as_operator(script.gru, 2, weight, state, {})
+    older = [OPDEF_TO_LIB["leanrl::gru"]]
+    operator = script.as_operator(script.gru, 2, weight, state, {})
+
+    def loss_of(weight):
+        return operator(None, 1 * weight, gates_x, keep, state).sum()  # of a tensor that needs a gradient
+
+    run = torch.compile(lambda: grad_and_value(loss_of)(weight), fullgraph=True)
+    grad, _ = run()
+    older.clear()
+    gc.collect()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(run()[0], grad)
 
 
 @pytest.mark.parametrize("cell", CELLS)
