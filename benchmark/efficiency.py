@@ -48,7 +48,7 @@ class Args:
 
 
 def steps_of_ray(way: str, workers: int, milliseconds: int) -> float:
-    """Env steps a second while sampling, after a first iteration; each takes two seconds, but 2 to 128 steps."""
+    """Env steps a second while sampling, after a first iteration; each takes about 2 s, within 2 to 128 steps."""
     sys.path.insert(0, str(FOLDER.parent / "leanrl"))
     import ppo_continuous_action_ray_torchcompile as script
 

@@ -227,7 +227,7 @@ def turns(row: dict) -> str:
 
 
 def run_length(steps: int, seconds: float | None) -> str:
-    return f"{steps:,} steps" + (f" or {seconds:g} s, whichever ends first," if seconds else "")
+    return f"at most {steps:,} steps and {seconds:g} s" if seconds else f"{steps:,} steps"
 
 
 def amount(value: float | None, template: str) -> str:

@@ -716,7 +716,7 @@ def test_a_table_of_speed_says_how_long_and_on_what_it_was_measured(monkeypatch)
         row |= {"runs": [{"rates": [1.0]}]}
     assert "1,000 steps a run, 1 turn (a CPU, 2 cores, torch 2," in plot.speed_block()
     rows[1]["threads"], report["seconds"] = 1.0, 30.0
-    heading = "1,000 steps or 30 s, whichever ends first, a run, 1 turn (a CPU, 2 cores, one thread a process, torch 2,"
+    heading = "at most 1,000 steps and 30 s a run, 1 turn (a CPU, 2 cores, one thread a process, torch 2,"
     assert heading in plot.speed_block()
 
 
