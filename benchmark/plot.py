@@ -321,7 +321,7 @@ def claim_block(script: str = "ppo_continuous_action", folder: str = "cpu") -> s
     return (
         f"PPO on {env} trains **{against(compiled, peer):.1f} times as fast** as with the faster of Stable-Baselines3 "
         f"and SBX, and {against(compiled, eager):.1f} times as fast as our own plain file, on {where['cores']} cores "
-        f"of a CPU ({where['cpu']})."
+        f"of a CPU: {where['cpu']}."
     )
 
 
