@@ -41,6 +41,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 REPORT_INTERVAL = 500  # env steps between two reports
+DRAW_AHEAD = 500  # steps of the loop whose random numbers are drawn at once
 WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
@@ -64,12 +65,12 @@ class Args:
     batch_size: int = 128  # transitions per update
     start_e: float = 1.0  # probability of a random action at the start
     end_e: float = 0.05  # probability of a random action at the end of exploration
-    exploration_fraction: float = 0.5  # share of the run in which that probability falls from --start-e to --end-e
+    exploration_fraction: float = 0.5  # share of the run in which random actions get rarer, from --start-e to --end-e
     learning_starts: int = 10_000  # env steps before the first update
     train_frequency: int = 10  # env steps between updates
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut open episodes off; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -381,6 +382,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         rng.bit_generator.state = np.random.default_rng(seeds[N]).bit_generator.state
         for env, seed in zip(envs, seeds):
             env.reset(seed=seed)
+        row.zero_()
         truncated[:] = True  # the next step resets every env
 
     parameters = dict(q_network.named_parameters())
@@ -390,7 +392,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             if isinstance(learner, torch.optim.Optimizer):  # its learning rate is what the flags say now
                 saved[name]["param_groups"] = learner.state_dict()["param_groups"]
             learner.load_state_dict(saved[name])
-        row.copy_(saved["row"])
         ring[: len(saved["replay"])] = saved["replay"]
         start_anew(first_step)
 
@@ -423,12 +424,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     first_drawn = first_step
     for step in range(first_step, total_steps):
         # act
-        now = (step - first_drawn) % REPORT_INTERVAL
+        now = (step - first_drawn) % DRAW_AHEAD
         if now == 0:  # draw the random numbers of many steps at once
-            steps = global_step + N * np.arange(REPORT_INTERVAL)[:, None]
+            steps = global_step + N * np.arange(DRAW_AHEAD)[:, None]
             epsilon = np.interp(steps, [0, exploration_steps], [args.start_e, args.end_e])
-            random_action = first_action + rng.integers(num_actions, size=(REPORT_INTERVAL, N))
-            greedy = rng.random((REPORT_INTERVAL, N)) >= epsilon
+            random_action = first_action + rng.integers(num_actions, size=(DRAW_AHEAD, N))
+            greedy = rng.random((DRAW_AHEAD, N)) >= epsilon
             any_greedy = greedy.any(1)
         action = random_action[now]
         if any_greedy[now]:
@@ -466,7 +467,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept = {"made_by": made_by, "step": step + 1, "global_step": global_step}
             kept["last_returns"] = list(last_returns)
             kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
-            kept["row"] = row
             kept |= {name: learner.state_dict() for name, learner in learners.items()}
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step

@@ -74,7 +74,7 @@ class Args:
     batch_size: int = 32  # slices per update
     start_e: float = 1.0  # probability of a random action at the start
     end_e: float = 0.05  # probability of a random action at the end of exploration
-    exploration_fraction: float = 0.5  # share of the run in which that probability falls from --start-e to --end-e
+    exploration_fraction: float = 0.5  # share of the run in which random actions get rarer, from --start-e to --end-e
     learning_starts: int = 10_000  # env steps before the first update; more if no slice is there yet
     train_frequency: int = 40  # env steps between updates
 
@@ -83,7 +83,7 @@ class Args:
     cudagraphs: bool = False  # capture the update as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut open episodes off; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases

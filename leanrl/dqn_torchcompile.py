@@ -45,6 +45,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 REPORT_INTERVAL = 500  # env steps between two reports
+DRAW_AHEAD = 500  # steps of the loop whose random numbers are drawn at once
 WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
@@ -68,7 +69,7 @@ class Args:
     batch_size: int = 128  # transitions per update
     start_e: float = 1.0  # probability of a random action at the start
     end_e: float = 0.05  # probability of a random action at the end of exploration
-    exploration_fraction: float = 0.5  # share of the run in which that probability falls from --start-e to --end-e
+    exploration_fraction: float = 0.5  # share of the run in which random actions get rarer, from --start-e to --end-e
     learning_starts: int = 10_000  # env steps before the first update
     train_frequency: int = 10  # env steps between updates
 
@@ -77,7 +78,7 @@ class Args:
     cudagraphs: bool = False  # capture the update as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut open episodes off; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -440,6 +441,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         rng.bit_generator.state = np.random.default_rng(seeds[N]).bit_generator.state
         for env, seed in zip(envs, seeds):
             env.reset(seed=seed)
+        row.zero_()
         truncated[:] = True  # the next step resets every env
 
     parameters = {"q_network": flat}
@@ -448,7 +450,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), tree_leaves(saved["state"]), strict=True):  # perf[graph]
             tensor.copy_(saved_tensor.view_as(tensor))
-        row.copy_(saved["row"])
         rows.copy_(saved["rows"])  # perf[ring]
         ring[: len(saved["replay"])] = saved["replay"]
         start_anew(first_step)
@@ -502,12 +503,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     first_drawn = first_step
     for step in range(first_step, total_steps):
         # act
-        now = (step - first_drawn) % REPORT_INTERVAL
+        now = (step - first_drawn) % DRAW_AHEAD
         if now == 0:  # draw the random numbers of many steps at once
-            steps = global_step + N * np.arange(REPORT_INTERVAL)[:, None]
+            steps = global_step + N * np.arange(DRAW_AHEAD)[:, None]
             epsilon = np.interp(steps, [0, exploration_steps], [args.start_e, args.end_e])
-            random_action = first_action + rng.integers(num_actions, size=(REPORT_INTERVAL, N))
-            greedy = rng.random((REPORT_INTERVAL, N)) >= epsilon
+            random_action = first_action + rng.integers(num_actions, size=(DRAW_AHEAD, N))
+            greedy = rng.random((DRAW_AHEAD, N)) >= epsilon
             any_greedy = greedy.any(1)
         action = random_action[now]
         if any_greedy[now]:
@@ -551,7 +552,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept = {"made_by": made_by, "step": step + 1, "global_step": global_step}
             kept["last_returns"] = list(last_returns)
             kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
-            kept |= {"row": row, "rows": rows, "state": state}  # perf[graph] perf[ring]
+            kept |= {"rows": rows, "state": state}  # perf[graph] perf[ring]
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
             if signals:

@@ -75,7 +75,7 @@ class Args:
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut open episodes off; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -433,10 +433,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return ppo_loss(logprob, entropy, value, minibatch, args)
 
     def update(idx: Tensor) -> Tensor:
-        """A gradient step on the rows idx (b,) of the batch.
-
-        Returns what to log, PPO_LOSSES in one tensor.
-        """
+        """A gradient step on the rows idx of the batch; returns what to log."""
         minibatch = {name: x[idx] for name, x in batch.items()}
         loss, losses = loss_of(minibatch)
         optimizer.zero_grad()

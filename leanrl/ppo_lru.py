@@ -76,7 +76,7 @@ class Args:
     max_grad_norm: float = 0.5  # scale larger gradients down to this norm
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut open episodes off; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -453,7 +453,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
     logprob_buffer = torch.zeros(T, N, device=device)
     value = torch.zeros(T + 1, N, device=device)
-    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
+    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid
 
     def update(idx: Tensor) -> Tensor:
         """A gradient step on the rollouts of the envs idx; returns what to log."""
@@ -520,8 +520,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # save
         if signals or global_step // interval > saved_at // interval:
             kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
-            kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             kept["last_returns"] = list(last_returns)
+            kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             path = save_checkpoint(run_dir, kept)
             saved_at = global_step
             if signals:

@@ -3,7 +3,7 @@
 # dependencies = ["torch==2.13.0", "gymnasium==1.4.0", "popgym==1.0.7", "numpy==2.4.6",
 #     "tyro==1.0.17", "tqdm==4.70.1", "tensorboard==2.21.0", "wandb==0.31.0", "tensordict==0.15.3"]
 # ///
-"""Proximal policy optimization (PPO) with a memory, a GRU or an LSTM, compiled and captured.
+"""Proximal policy optimization (PPO) with a memory, a GRU or an LSTM, compiled and captured as CUDA graphs.
 
     python leanrl/ppo_rnn_torchcompile.py --env-id popgym:popgym-RepeatPreviousEasy-v0 --compile --cudagraphs
 
@@ -86,7 +86,7 @@ class Args:
     cudagraphs: bool = False  # capture an epoch of updates as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut open episodes off; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -566,7 +566,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     logprob_buffer = torch.zeros(T, N)
     value = torch.zeros(T + 1, N)
     batch = {}
-    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
+    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid
 
     def update(idx: Tensor) -> Tensor:
         """A gradient step on the rollouts of the envs idx; returns what to log."""
@@ -635,7 +635,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         rollout |= {"action": action_buffer, "logprob": logprob_buffer, "value": value[:T]}
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
         for name, x in rollout.items():  # perf[capture] a graph reads fixed addresses: those of the first rollout
-            batch.setdefault(name, torch.empty(x.shape, dtype=x.dtype, device=device)).copy_(x)
+            batch.setdefault(name, torch.empty_like(x, device=device)).copy_(x)
         remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
         learning_rate = args.learning_rate * remaining
         lr.fill_(learning_rate)  # perf[tensor]

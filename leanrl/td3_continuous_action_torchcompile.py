@@ -83,7 +83,7 @@ class Args:
     bf16: bool = False  # multiply the layers of 256 x 256 in bfloat16
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut open episodes off; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -540,7 +540,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         torch._foreach_lerp_(list(critic_params_target.values()), list(critic_params.values()), args.tau)
         return {"actor_loss": loss.detach()}
 
-    def update() -> Tensor:  # perf[capture] a graph is a function with one result: all losses, stacked
+    def update() -> Tensor:  # perf[capture] a replay copies each result, so the losses are one
         losses, _ = learn_critics()
         return torch.stack(list(losses.values()))
 
