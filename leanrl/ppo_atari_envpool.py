@@ -433,7 +433,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return ppo_loss(logprob, entropy, value, minibatch, args)
 
     def update(idx: Tensor) -> Tensor:
-        """A gradient step on the rows idx of the batch; returns what to log."""
+        """A gradient step on the rows idx (b,) of the batch.
+
+        Returns what to log, PPO_LOSSES in one tensor.
+        """
         minibatch = {name: x[idx] for name, x in batch.items()}
         loss, losses = loss_of(minibatch)
         optimizer.zero_grad()

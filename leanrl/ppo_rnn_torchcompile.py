@@ -635,7 +635,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         rollout |= {"action": action_buffer, "logprob": logprob_buffer, "value": value[:T]}
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
         for name, x in rollout.items():  # perf[capture] a graph reads fixed addresses: those of the first rollout
-            batch.setdefault(name, torch.empty_like(x, device=device)).copy_(x)
+            batch.setdefault(name, torch.empty(x.shape, dtype=x.dtype, device=device)).copy_(x)
         remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
         learning_rate = args.learning_rate * remaining
         lr.fill_(learning_rate)  # perf[tensor]
