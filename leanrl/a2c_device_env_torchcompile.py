@@ -8,7 +8,7 @@
     python leanrl/a2c_device_env_torchcompile.py --env-id CartPole-v1 --num-envs 128 --compile --cudagraphs
 
 Paper: Mnih et al. 2016, https://arxiv.org/abs/1602.01783, section 4.
-REINFORCE (Williams 1992) is that with --num-steps 500 --gae-lambda 1, not compiled; the value is its baseline.
+REINFORCE (Williams 1992) is A2C with --num-steps 500 --gae-lambda 1, not compiled; the value is its baseline.
 Plain twin: a2c_device_env.py. docs/performance.md explains each perf[name].
 To learn the algorithm, read step_device(), gae(), a2c_loss() and train(); to add an env, see docs/device.md.
 Shapes: T = num_steps, N = num_envs; O = size of an observation, A = number of actions.

@@ -568,7 +568,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             losses["alpha_loss"] = alpha_loss.detach()
         return losses
 
-    def update() -> Tensor:  # perf[capture] a replay copies each result, so the losses are one
+    def update() -> Tensor:  # perf[capture] a replay copies each result, so there is one
         losses, _ = learn_critics()
         return torch.stack(list(losses.values()))
 

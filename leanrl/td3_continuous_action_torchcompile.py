@@ -540,7 +540,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         torch._foreach_lerp_(list(critic_params_target.values()), list(critic_params.values()), args.tau)
         return {"actor_loss": loss.detach()}
 
-    def update() -> Tensor:  # perf[capture] a replay copies each result, so the losses are one
+    def update() -> Tensor:  # perf[capture] a replay copies each result, so there is one
         losses, _ = learn_critics()
         return torch.stack(list(losses.values()))
 
