@@ -9,33 +9,29 @@
 
 Paper: Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905, whose equations are cited below as "eq.".
 Fast twin: sac_continuous_action_torchcompile.py. `diff -u` the two files to see what makes it faster.
-To learn the algorithm, read GaussianActor, sample() and train(). The rest is plumbing.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = size of an action.
 Differences from CleanRL's sac_continuous_action.py:
 1. The loop is act, learn, step, store: a GPU learns while the envs step. New rows are drawn a step later.
 2. Each observation is stored once. A step in which an env resets itself is drawn anew, or gets weight 0.
 3. With several envs there is one update per env step, not one per step of all envs.
 4. The temperature reuses the log-probabilities of the actor's loss instead of sampling actions again.
+5. The networks see actions scaled to -1 .. 1.
 """
 
 import copy
 import json
 import math
 import os
+import random
 import re
-import shlex
 import signal
 import sys
 import time
-import warnings
-import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: idle threads spin briefly, then sleep
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import gymnasium as gym
 import numpy as np
 import torch
@@ -45,7 +41,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 REPORT_INTERVAL = 500  # env steps between two reports
-WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
 @dataclass
@@ -54,10 +49,10 @@ class Args:
     seed: int = 1  # seeds the agent and the envs; different seeds never share an env's random stream
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
-    device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
     env_id: str = "HalfCheetah-v4"  # any Gymnasium id with a bounded Box of actions, also my_package:MyEnv-v0
+    env_kwargs: str = "{}"  # settings of the env as JSON, e.g. '{"forward_reward_weight": 2}'
     total_timesteps: int = 1_000_000  # env steps, summed over all envs
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 1e-3  # learning rate of the critics and of the temperature
@@ -81,99 +76,81 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
 
 
-def fail(message: str):
-    """Ends the program with exit code 2 and one line on stderr."""
-    print("error:", " ".join(message.split()), file=sys.stderr)  # a quoted message may span several lines
-    sys.exit(2)
-
-
-def check_numbers(args: Args):
-    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval", "lag")
-            least = 0 if may_be_zero else 1
-            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
-            if not least <= value < 2**63 or (is_share and value > 1):  # NaN fails, too
-                limits = "between 0 and 1" if is_share else f"at least {least} and below 2**63"
-                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
-
-
-def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
-    """Makes an env that observes flat vectors and records episode returns; fails on images and on other actions."""
+def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
+    """Makes an env that observes flat vectors; fails on images and on other actions."""
     try:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
-            env = gym.make(env_id)
+        env = gym.make(args.env_id, **json.loads(args.env_kwargs))
+        obs_dim = gym.spaces.flatdim(env.observation_space)
     except Exception as error:  # of the env's code, too
-        fail(f"cannot make the env {env_id!r}: {error}")  # the error names similar envs
-    space = env.observation_space
-    shape = space.shape or ()  # dicts and sequences have none
-    is_image = len(shape) > 2 or (len(shape) == 2 and space.dtype == np.uint8)
-    if len(shape) != 1:
-        env = gym.wrappers.FlattenObservation(env)
-    if is_image or not env.observation_space.shape or not isinstance(env.action_space, action_type):
-        fail(f"{env_id} maps {space} to {env.action_space}; needed: vectors to a {action_type.__name__}.")
-    return gym.wrappers.RecordEpisodeStatistics(env)
+        fail(f"cannot make the env {args.env_id!r} with {args.env_kwargs}: {error}")  # the error names similar envs
+    if obs_dim > 4096:
+        fail(f"{args.env_id} observes {env.observation_space}; needed: vectors of at most 4,096 numbers, not images.")
+    if not isinstance(env.action_space, action_type):
+        fail(f"{args.env_id} takes actions in {env.action_space}; needed: a {action_type.__name__}.")
+    return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
 
 
-def step_envs(envs: list[gym.Env], global_step: int, action, obs, reward, terminated, truncated) -> list[dict]:
-    """Steps every env, writes the results into the last four arrays, and returns the episodes that ended.
-
-    An env whose episode has ended is reset instead; that step ignores the action and has reward 0 (autoreset mode
-    NEXT_STEP). An episode is a dict with its return "r" and its length "l".
-    """
+def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
+    """Steps every env into the arrays after `action`; returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
-        try:
-            if terminated[i] or truncated[i]:
-                obs[i], _ = env.reset()
-                reward[i] = 0
-                terminated[i] = truncated[i] = False
-                continue
-            obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
-        except Exception as error:
-            error.add_note(f"error: env {i} raised this in env step {global_step}. Earlier checkpoints are kept.")
-            raise
-        if "episode" in info:
-            episodes.append(info["episode"])
+        if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
+            obs[i], _ = env.reset()
+            reward[i] = 0
+            terminated[i] = truncated[i] = False
+            totals[:, i] = 0
+            continue
+        obs[i], paid, terminated[i], truncated[i], _ = env.step(action[i])
+        reward[i] = paid
+        totals[:, i] += paid, 1
+        if terminated[i] or truncated[i]:
+            episodes.append(tuple(totals[:, i].tolist()))
     return episodes
 
 
-class GaussianActor(nn.Module):
-    """A Gaussian policy, squashed by tanh into the bounds of each dimension of the action."""
+def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
+    """Seeds all by seed and step: what follows depends on these alone. Returns the first observations."""
+    first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
+    random.seed(first)  # an env may draw from this generator, and from the next
+    np.random.seed(first)  # noqa: NPY002
+    torch.manual_seed(first)
+    for i, env in enumerate(envs):
+        env.unwrapped.action_space.seed((first + i) % 2**31)
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # simulators take 31 bits
 
-    def __init__(self, obs_dim: int, low: Tensor, high: Tensor):
+
+class GaussianActor(nn.Module):
+    """A Gaussian policy, squashed by tanh into -1 .. 1."""
+
+    def __init__(self, obs_dim: int, action_dim: int):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(obs_dim, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2 * len(low))
+            nn.Linear(obs_dim, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2 * action_dim)
         )
-        self.register_buffer("center", (high + low) / 2)
-        self.register_buffer("scale", (high - low) / 2)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:  # (.., O) -> (.., A), (..)
-        """Samples actions and returns them with their log-probabilities (appendix C).
-
-        u ~ N(mean, std), a = scale * tanh(u) + center, log p(a) = log p(u) - log(scale) - log(1 - tanh(u)^2)
-        """
+        """Samples actions tanh(u), u ~ N(mean, std), and returns them with their log-probabilities (appendix C)."""
         mean, logstd = self.layers(obs).chunk(2, dim=-1)
         logstd = -1.5 + 3.5 * logstd.tanh()  # within -5 .. 2
         noise = torch.randn_like(mean)
         u = mean + logstd.exp() * noise
-        logprob = -0.5 * noise**2 - logstd - 0.5 * math.log(2 * math.pi) - self.scale.log()
+        logprob = -0.5 * noise**2 - logstd - 0.5 * math.log(2 * math.pi)
         logprob = logprob - 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))  # log(1 - tanh(u)^2), stable
-        return u.tanh() * self.scale + self.center, logprob.sum(-1)
+        return u.tanh(), logprob.sum(-1)
 
 
 class GreedyActor(nn.Module):
-    """The policy without noise."""
+    """The policy without noise, as it is exported: its actions lie within the env's bounds."""
 
-    def __init__(self, actor: GaussianActor):
+    def __init__(self, actor: GaussianActor, center: np.ndarray, scale: np.ndarray):
         super().__init__()
-        self.actor = actor
+        self.layers = actor.layers
+        self.register_buffer("center", torch.as_tensor(center.ravel(), dtype=torch.float32))
+        self.register_buffer("scale", torch.as_tensor(scale.ravel(), dtype=torch.float32))
 
     def forward(self, obs: Tensor) -> Tensor:  # (B, O) -> (B, A)
-        mean, _ = self.actor.layers(obs).chunk(2, dim=-1)
-        return mean.tanh() * self.actor.scale + self.actor.center
+        mean, _ = self.layers(obs).chunk(2, dim=-1)
+        return self.center + self.scale * mean.tanh()
 
 
 class Critic(nn.Module):
@@ -187,22 +164,6 @@ class Critic(nn.Module):
 
     def forward(self, obs: Tensor, action: Tensor) -> Tensor:  # (B, O), (B, A) -> (B,)
         return self.layers(torch.cat([obs, action], -1)).squeeze(-1)
-
-
-def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.device) -> Tensor:
-    """Zeros (C, N, row_size) with room for `buffer_size` transitions; fails if the memory does not suffice.
-
-    C is a number of time steps. Row t % C holds the observation at time t, and the action, reward, terminated and valid
-    of the step that led to it. A transition is a pair of neighbouring rows, and no observation is stored twice.
-    """
-    rows = max(buffer_size // num_envs, 1) + 1
-    needed = 4 * rows * num_envs * row_size
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type == "cuda":
-        memory, _ = torch.cuda.mem_get_info(device)
-    if needed > memory:
-        fail(f"--buffer-size {buffer_size} needs {needed:,} bytes on {device}, which has {memory:,}.")
-    return torch.zeros(rows, num_envs, row_size, device=device)
 
 
 def split_row(row, obs_dim: int):
@@ -230,326 +191,290 @@ def td_target(batch: dict[str, Tensor], next_value: Tensor, gamma: float) -> Ten
     return batch["reward"] + gamma * (1 - batch["terminated"]) * next_value
 
 
-def td_loss(q: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Mean squared error of values (.., B) over the rows that count."""
-    return (weight * (q - target) ** 2).sum(-1)
+def learn_soft_critics(batch, actor, critics, critics_target, log_alpha, optimizer, updates: int, args: Args) -> dict:
+    """Moves both critics towards the soft TD target (eq. 5), and the target networks when due."""
+    with torch.no_grad():
+        next_action, next_logprob = actor(batch["next_obs"])
+        next_q = torch.stack([critic(batch["next_obs"], next_action) for critic in critics_target])
+        target = td_target(batch, next_q.amin(0) - log_alpha.exp() * next_logprob, args.gamma)
+    q = torch.stack([critic(batch["obs"], batch["action"]) for critic in critics])
+    loss = (batch["weight"] * (q - target) ** 2).sum(-1)  # (2,), of each critic
+    optimizer.zero_grad()
+    loss.sum().backward()
+    optimizer.step()
+    if updates % args.target_network_frequency == 0:
+        with torch.no_grad():
+            torch._foreach_lerp_(list(critics_target.parameters()), list(critics.parameters()), args.tau)
+    q1, q2 = (batch["weight"] * q.detach()).sum(-1)
+    loss1, loss2 = loss.detach()
+    return {"qf1_values": q1, "qf2_values": q2, "qf1_loss": loss1, "qf2_loss": loss2, "qf_loss": (loss1 + loss2) / 2}
 
 
-def pick_device(args: Args) -> torch.device:
-    """The device that the flags name; fails if it cannot be used."""
-    default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
-    try:
-        number = torch.zeros((), device=args.device or default)
-        number.item()  # a device like "meta" has none
-    except Exception as error:
-        fail(f"cannot use the device {args.device or default}: {error!s:.300}")
-    if number.is_cuda:
-        torch.cuda.set_device(number.device)
-    return number.device
-
-
-def start_run(args: Args) -> tuple[Path, SummaryWriter]:
-    """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = Path("runs", re.sub("[/:]", "_", run_name))
-    try:
-        if args.track:
-            import wandb
-
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
-        run_dir.mkdir(parents=True)  # fails if another run has it
-    except Exception as error:
-        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
-    torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.tf32
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    writer = SummaryWriter(run_dir, flush_secs=10)
-    writer.add_text("args", json.dumps(asdict(args), indent=2))
-    (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
-    return run_dir, writer
-
-
-def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
-    """Replaces checkpoint.pt; the one before becomes checkpoint.old. Returns the path, or None if it fails."""
-    path = run_dir / "checkpoint.pt"
-    new = run_dir / "checkpoint.new"
-    try:
-        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
-            raise OSError("the replay holds NaN or infinity")
-        with new.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            path.replace(run_dir / "checkpoint.old")
-        new.replace(path)
-        return path
-    except (OSError, RuntimeError) as error:
-        print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
-        new.unlink(missing_ok=True)
-        return None
-
-
-def load_checkpoint(args: Args, made_by: list) -> dict:
-    """The checkpoint that --resume names, of the same script, env and sizes; "auto": of the newest run, or {}."""
-    paths = [Path(args.resume)]
-    if args.resume == "auto":
-        name = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__")  # a time follows
-        runs = [run for run in Path("runs").glob("*") if re.fullmatch(re.escape(name) + r"[\d-]{22}", run.name)]
-        paths = [path for run in sorted(runs)[::-1] for path in sorted(run.glob("checkpoint.[po]*"))[::-1]]  # pt, old
-    for path in paths:
-        try:
-            damaged = zipfile.ZipFile(path).testzip()  # torch.load() does not look at the checksums
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-            if not damaged and saved["made_by"] == made_by:
-                return saved
-            message = f"{path} is damaged" if damaged else f"{path} is of {saved['made_by']}, not of {made_by}"
-        except Exception as error:  # a damaged file may lead to any
-            message = f"{path} cannot be read: {error!r:.300}"
-        if args.resume != "auto":
-            fail(f"--resume: {message}.")
-        print(f"warning: {message}.", file=sys.stderr)
-    return {}
-
-
-def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
-    global_step = marks[-1][1]
-    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
-    names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
-    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync, if all is well
-    metrics = dict(zip(losses, values))
-    for name, loss in metrics.items():
-        writer.add_scalar(f"losses/{name}", loss, global_step)
-    for name, value in zip(names, values):
-        if not math.isfinite(value):
-            progress.close()
-            writer.close()
-            advice = "a smaller learning rate may help"
-            if not all(x.isfinite().all() for x in data):
-                advice = "an observation, a reward or an action is not finite, either"
-            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
-    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
-    seconds, steps = np.array(marks).T
-    warm = min(WARMUP_REPORTS, len(marks) - 2)
-    metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
-    # compilation, capture, cold caches: how much longer the warm-up took than as many steps take now
-    metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
-    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
-    writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
-    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
-    progress.update(global_step - progress.n)
-    return metrics | {"global_step": global_step}
-
-
-def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, *example):
-    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
-    summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
-    try:
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():  # for W&B, too
-            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
-        writer.close()
-        if args.save_model:
-            for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
-                p.data = p.clone(memory_format=torch.contiguous_format)
-            rows = {0: torch.export.Dim("rows")}
-            program = torch.export.export(policy, example, dynamic_shapes=(rows,) * len(example))
-            torch.export.save(program, run_dir / "new.pt2", extra_files={"card.json": json.dumps(summary)})
-            (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
-    except (OSError, RuntimeError) as error:
-        print(f"error: cannot save the results: {error}", file=sys.stderr)
+def learn_soft_actor(batch, actor, critics, log_alpha, optimizer, alpha_optimizer, args: Args) -> dict:
+    """Moves the actor up value and entropy (eq. 7), and the temperature so that the entropy nears -A (eq. 18)."""
+    action, logprob = actor(batch["obs"])
+    q = torch.stack([critic(batch["obs"], action) for critic in critics])
+    loss = (batch["weight"] * (log_alpha.detach().exp() * logprob - q.amin(0))).sum()
+    optimizer.zero_grad()
+    loss.backward(inputs=list(actor.parameters()))  # the critics' weights need no gradients here
+    optimizer.step()
+    losses = {"actor_loss": loss.detach(), "alpha": log_alpha.detach().exp()}
+    if args.autotune:
+        alpha_loss = -log_alpha.exp() * (batch["weight"] * (logprob.detach() - action.shape[-1])).sum()
+        alpha_optimizer.zero_grad()
+        alpha_loss.backward()
+        alpha_optimizer.step()
+        losses["alpha_loss"] = alpha_loss.detach()
+    return losses
 
 
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
-    """Trains an agent and returns the final metrics; after a signal it saves and exits instead."""
+    """Trains an agent and returns the final metrics; a signal makes it save and stop early."""
     check_numbers(args)
     N = args.num_envs
     total_steps = math.ceil(args.total_timesteps / N)
     random_steps = max(math.ceil(args.learning_starts / N), 1)
     if total_steps <= random_steps:
         print("warning: nothing is learned: --total-timesteps ends before --learning-starts.", file=sys.stderr)
-    envs = [make_env(args.env_id, gym.spaces.Box) for _ in range(N)]
-    obs_dim = envs[0].observation_space.shape[0]
-    action_space = envs[0].action_space
-    if not ((action_space.low < action_space.high) & np.isfinite(action_space.high - action_space.low)).all():
-        fail(f"{args.env_id} takes any action in {action_space}; needed: finite bounds, the lower below the upper.")
-    action_dim = math.prod(action_space.shape)
-    made_by = [Path(__file__).stem, args.env_id, N, obs_dim, action_dim, args.buffer_size]
-    saved = load_checkpoint(args, made_by) if args.resume is not None else {}
+    saved = load_checkpoint(args)
     first_step = saved.get("step", 0)
     if first_step >= total_steps:
-        print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
-        sys.exit(0)
-    device = pick_device(args)
-    ring = replay_ring(args.buffer_size, N, obs_dim + action_dim + 3, device)
-    run_dir, writer = start_run(args)
-    low = torch.as_tensor(action_space.low.ravel(), dtype=torch.float32, device=device)
-    high = torch.as_tensor(action_space.high.ravel(), dtype=torch.float32, device=device)
+        fail("nothing is left to do; raise --total-timesteps to go on.")
+    start_anew(args.seed, 0, [])  # seeds what makes envs and networks
+    envs = [make_env(args, gym.spaces.Box) for _ in range(N)]
+    obs_dim = envs[0].observation_space.shape[0]
+    action_space = envs[0].action_space
+    action_dim = math.prod(action_space.shape)
+    center = (action_space.high + action_space.low) / 2
+    scale = (action_space.high - action_space.low) / 2
+    if not ((scale > 0) & np.isfinite(scale)).all() or action_space.dtype.kind != "f":
+        fail(f"{args.env_id} takes actions in {action_space}; needed: floats with finite bounds, low below high.")
+    run_dir, writer, device = start_run(args, saved)
 
-    # The newest row of the replay ring, on the host. Its parts are views: writing to them fills it.
+    # Row t % C of the ring has the observation at time t, and the action, reward, terminated and valid of the step that
+    # led to it: a transition is two neighbouring rows. `row` is the newest, on the host; writing to its parts fills it.
+    ring = torch.zeros(max(args.buffer_size // N, 1) + 1, N, obs_dim + action_dim + 3, device=device)
     row = torch.zeros(N, obs_dim + action_dim + 3)
     obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)
-    truncated = np.zeros(N, bool)
-    for i, env in enumerate(envs):
-        obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # later resets continue the env's stream
-    ring[0] = row
-
-    actor = GaussianActor(obs_dim, low, high).to(device)
+    truncated = np.full(N, first_step > 0)  # a resumed run begins with a reset, as the run did that was saved
+    totals = np.zeros((2, N))  # return and length of the open episodes
+    actor = GaussianActor(obs_dim, action_dim).to(device)
     critics = nn.ModuleList(Critic(obs_dim, action_dim) for _ in range(2)).to(device)
     critics_target = copy.deepcopy(critics).requires_grad_(False)
     alpha = 1.0 if args.autotune else max(args.alpha, 1e-30)  # 0 has no logarithm
-    log_alpha = torch.full((), math.log(alpha), device=device, requires_grad=True)
+    log_alpha = nn.Parameter(torch.tensor(math.log(alpha), device=device))
     actor_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr, fused=True)
     critics_optimizer = torch.optim.Adam(critics.parameters(), lr=args.q_lr, fused=True)
     alpha_optimizer = torch.optim.Adam([log_alpha], lr=args.q_lr, fused=True)
-
-    def start_anew(step: int):
-        """Cuts the open episodes off and seeds anew by seed and step, so that a resumed run goes on alike."""
-        seeds = np.random.SeedSequence([args.seed, step]).generate_state(N + 1).tolist()
-        torch.manual_seed(seeds[N])
-        for env, seed in zip(envs, seeds):
-            env.reset(seed=seed)
-        truncated[:] = True  # the next step resets every env
-
-    parameters = dict(nn.ModuleDict({"actor": actor, "critics": critics}).named_parameters())
-    learners = {"actor": actor, "critics": critics, "critics_target": critics_target}
-    learners |= {"actor_optimizer": actor_optimizer, "critics_optimizer": critics_optimizer}
-    learners |= {"alpha_optimizer": alpha_optimizer}
+    networks = nn.ModuleList([actor, critics, critics_target, nn.ParameterList([log_alpha])])
+    optimizers = [actor_optimizer, critics_optimizer, alpha_optimizer]
+    obs[:] = start_anew(args.seed, first_step, envs)
+    ring[0] = row
     if saved:
-        for name, learner in learners.items():
-            if isinstance(learner, torch.optim.Optimizer):  # its learning rate is what the flags say now
-                saved[name]["param_groups"] = learner.state_dict()["param_groups"]
-            learner.load_state_dict(saved[name])
-        log_alpha.data.copy_(saved["log_alpha"])
+        networks.load_state_dict(saved["networks"])
+        for optimizer, state in zip(optimizers, saved["optimizers"]):
+            optimizer.load_state_dict(state)
         ring[: len(saved["replay"])] = saved["replay"]
-        if not args.autotune:
-            log_alpha.data.fill_(math.log(alpha))  # what the flags say now
-        start_anew(first_step)
-
-    def learn_critics() -> tuple[dict, dict]:
-        """Moves both critics towards the soft TD target (eq. 5), and the target networks when due."""
-        batch = sample(ring, step, min(step, len(ring) - 1), args.batch_size, obs_dim)
-        with torch.no_grad():
-            next_action, next_logprob = actor(batch["next_obs"])
-            next_q = torch.stack([critic(batch["next_obs"], next_action) for critic in critics_target])
-            target = td_target(batch, next_q.amin(0) - log_alpha.exp() * next_logprob, args.gamma)
-        q = torch.stack([critic(batch["obs"], batch["action"]) for critic in critics])
-        loss = td_loss(q, target, batch["weight"])
-        critics_optimizer.zero_grad()
-        loss.sum().backward()
-        critics_optimizer.step()
-        if updates % args.target_network_frequency == 0:
-            with torch.no_grad():
-                torch._foreach_lerp_(list(critics_target.parameters()), list(critics.parameters()), args.tau)
-
-        q1, q2 = (batch["weight"] * q.detach()).sum(-1)
-        loss1, loss2 = loss.detach()
-        losses = {"qf1_values": q1, "qf2_values": q2, "qf1_loss": loss1, "qf2_loss": loss2}
-        return losses | {"qf_loss": (loss1 + loss2) / 2}, batch
-
-    def learn_actor(batch: dict) -> dict[str, Tensor]:
-        """Moves the actor up value and entropy (eq. 7), and the temperature so that the entropy nears -A (eq. 18)."""
-        action, logprob = actor(batch["obs"])
-        q = torch.stack([critic(batch["obs"], action) for critic in critics])
-        loss = (batch["weight"] * (log_alpha.detach().exp() * logprob - q.amin(0))).sum()
-        actor_optimizer.zero_grad()
-        loss.backward(inputs=list(actor.parameters()))  # the critics' weights need no gradients here
-        actor_optimizer.step()
-        losses = {"actor_loss": loss.detach(), "alpha": log_alpha.detach().exp()}
-        if args.autotune:
-            alpha_loss = -log_alpha.exp() * (batch["weight"] * (logprob.detach() - action_dim)).sum()
-            alpha_optimizer.zero_grad()
-            alpha_loss.backward()
-            alpha_optimizer.step()
-            losses["alpha_loss"] = alpha_loss.detach()
-        return losses
 
     progress = tqdm(total=total_steps * N, initial=first_step * N, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     losses = {}
-    updates = saved.get("updates", 0)
-    global_step = first_step * N
-    marks = [(time.perf_counter(), global_step)]
+    clock = time.perf_counter(), first_step * N  # of the last report
     interval = args.checkpoint_interval or math.inf
-    saved_at = global_step
-    path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
-    for step in range(first_step, total_steps):
-        if step == random_steps:
-            marks = [(time.perf_counter(), global_step)]  # the clock starts anew with learning
+    updates = max(first_step - random_steps, 0) * N
 
+    def learn(newest: int, updates: int) -> dict[str, Tensor]:
+        batch = sample(ring, newest, min(newest, len(ring) - 1), args.batch_size, obs_dim)
+        losses = learn_soft_critics(batch, actor, critics, critics_target, log_alpha, critics_optimizer, updates, args)
+        if updates % args.policy_frequency == 0:
+            for _ in range(args.policy_frequency):  # as many as the critics have had since
+                losses |= learn_soft_actor(batch, actor, critics, log_alpha, actor_optimizer, alpha_optimizer, args)
+        return losses
+
+    for step in range(first_step, total_steps):
         # act
-        if step >= random_steps:
+        if step < random_steps:
+            action = 2 * torch.rand(N, action_dim, device=device) - 1
+        else:
             with torch.no_grad():
                 action, _ = actor(ring[step % len(ring), :, :obs_dim])
-        else:
-            action = low + (high - low) * torch.rand(N, action_dim, device=device)
-        # .cpu() waits for the GPU: here for the actor alone, so the update runs while the envs step
-        env_action = action.cpu().numpy().reshape(N, *action_space.shape).clip(action_space.low, action_space.high)
+        action = action.cpu().numpy()  # waits for the actor alone, so a GPU learns while the envs step
 
         # learn
         for _ in range(N if step >= random_steps else 0):
             updates += 1
-            critic_losses, batch = learn_critics()
-            losses |= critic_losses
-            due = updates % args.policy_frequency == 0
-            for _ in range(args.policy_frequency if due else 0):
-                losses |= learn_actor(batch)
+            losses |= learn(step, updates)
 
         # step and store
-        row_action[:] = env_action.reshape(N, action_dim)
+        row_action[:] = action
+        env_action = (center + scale * action.reshape(N, *action_space.shape)).clip(action_space.low, action_space.high)
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
-        global_step += N
-        for episode in step_envs(envs, global_step, env_action, obs, reward, terminated, truncated):
-            writer.add_scalar("charts/episodic_return", episode["r"], global_step)
-            writer.add_scalar("charts/episodic_length", episode["l"], global_step)
-            last_returns.append(float(episode["r"]))
+        global_step = (step + 1) * N
+        for return_, length in step_envs(envs, env_action, obs, reward, terminated, truncated, totals):
+            writer.add_scalar("charts/episodic_return", return_, global_step)
+            writer.add_scalar("charts/episodic_length", length, global_step)
+            last_returns.append(return_)
         ring[(step + 1) % len(ring)] = row
 
-        # report
-        if not (global_step % REPORT_INTERVAL < N or step + 1 == total_steps or signals):
-            continue
-        marks.append((time.perf_counter(), global_step))
-        metrics = report(losses, parameters, [ring], last_returns, marks, writer, progress)
-
-        # save
-        if signals or global_step // interval > saved_at // interval:
-            kept = {"made_by": made_by, "step": step + 1, "global_step": global_step, "updates": updates}
-            kept["last_returns"] = list(last_returns)
-            kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
-            kept |= {name: learner.state_dict() for name, learner in learners.items()}
-            kept["log_alpha"] = log_alpha.detach()
-            path = save_checkpoint(run_dir, kept)
-            saved_at = global_step
+        # report and save
+        if global_step % REPORT_INTERVAL < N or step + 1 == total_steps or signals:
+            metrics = report(losses, networks.parameters(), last_returns, global_step, clock, writer, progress)
+            is_due = global_step // interval > clock[1] // interval
+            clock = time.perf_counter(), global_step
+            if is_due or signals:
+                kept = {"step": step + 1, "last_returns": list(last_returns)}
+                kept |= {"networks": networks.state_dict(), "optimizers": [x.state_dict() for x in optimizers]}
+                kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
+                save_checkpoint(run_dir, args, kept)
+                start_anew(args.seed, step + 1, envs)
+                truncated[:] = True  # the next step resets every env
             if signals:
-                stopped_by = signals[0]
                 break
-            start_anew(step + 1)
 
-    finish_run(args, run_dir, writer, {"device": str(device)}, metrics, GreedyActor(actor), torch.zeros(2, obs_dim))
+    finish_run(args, run_dir, metrics, writer, GreedyActor(actor, center, scale), torch.zeros(2, obs_dim))
     for resource in (progress, *envs):
         resource.close()
-    if stopped_by:
-        print("to go on: python", shlex.join([*sys.argv, "--resume", str(path or "auto")]), file=sys.stderr)
-        sys.exit(128 + stopped_by)
     return metrics
 
 
-if __name__ == "__main__":
+# ---------- From here on, every script is the same: checks, run folder, checkpoints, report, signals. ----------
+
+
+def fail(message: str):
+    """Ends the program with exit code 2 and one line on stderr."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def check_numbers(args: Args):
+    """Refuses numbers that are negative or NaN, counts of zero, and shares above 1."""
+    shares = ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+    may_be_zero = ("seed", "learning_starts", "checkpoint_interval", "lag")
+    for name, value in vars(args).items():
+        least = 1 if type(value) is int and name not in may_be_zero else 0
+        most = 1 if name in shares else 2**63 - 1
+        if type(value) in (int, float) and not least <= value <= most:  # NaN fails, too
+            fail(f"--{name.replace('_', '-')} must lie between {least} and {most}, not {value}.")
+
+
+def run_prefix(args: Args) -> str:
+    """What the folders of all runs of this script, env and seed begin with."""
+    return f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
+
+
+def start_run(args: Args, saved: dict) -> tuple[Path, SummaryWriter, torch.device]:
+    """Makes the run folder with its TensorBoard writer (W&B follows it), and picks the device."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not torch.distributed.is_initialized():
+        fail("this script is one process; start it with python, not with torchrun.")
+    device = torch.device("cuda:0" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_flush_denormal(True)  # to which Adam's moments of idle weights decay; a CPU is slow on them
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    run_dir = Path("runs", f"{run_prefix(args)}{datetime.now():%Y%m%d-%H%M%S-%f}")
+    try:
+        run_dir.mkdir(parents=True)  # fails if another run has it
+    except OSError as error:
+        fail(f"cannot make the run folder: {error}")
+    if args.track:
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+        names["id"] = saved.get("wandb_id")  # a resumed run goes on in the same W&B run
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, resume="allow")
+    writer = SummaryWriter(run_dir, flush_secs=10)
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    return run_dir, writer, device
+
+
+def save_checkpoint(run_dir: Path, args: Args, kept: dict):
+    """Replaces checkpoint.pt in one step: a kill leaves the old one or the new one, whole."""
+    kept["settings"] = {"script": Path(__file__).stem} | asdict(args)
+    kept["wandb_id"] = sys.modules["wandb"].run.id if args.track else None
+    try:
+        with open(run_dir / "checkpoint.new", "wb") as file:
+            torch.save(kept, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(run_dir / "checkpoint.new", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:  # a full disk does not end a run of days
+        print(f"\nerror: no checkpoint in {run_dir}: {error}", file=sys.stderr)
+
+
+def load_checkpoint(args: Args) -> dict:
+    """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
+    free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
+    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "ray_address"]
+    free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
+    settings = {"script": Path(__file__).stem} | asdict(args)
+    paths = [args.resume] if args.resume else []
+    if args.resume == "auto":
+        paths = [path for path in Path("runs").glob("*/checkpoint.pt") if path.parent.name.startswith(run_prefix(args))]
+        paths.sort(key=os.path.getmtime, reverse=True)
+    for path in paths:
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            for name, value in settings.items():
+                if name not in free and saved["settings"][name] != value:
+                    raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
+            return saved
+        except Exception as error:  # a damaged file may lead to any
+            message = f"cannot resume from {path}: {error!s:.300}"
+        if args.resume != "auto":
+            fail(message)
+        print(f"warning: {message}", file=sys.stderr)
+    return {}
+
+
+def report(losses: dict, parameters, last_returns, global_step: int, clock, writer, progress) -> dict:
+    """Logs and returns the metrics; exits if a loss or a parameter is not finite."""
+    norms = torch._foreach_norm([p.detach() for p in parameters])
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync
+    metrics = dict(zip(losses, values)) | {"global_step": global_step}
+    for name in losses:
+        writer.add_scalar(f"losses/{name}", metrics[name], global_step)
+    if not math.isfinite(sum(values)):
+        writer.close()
+        sys.exit(f"\nerror: not finite: {metrics}, norms of parameters {values[len(losses) :]}. Checkpoints are kept.")
+    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
+    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
+    progress.update(global_step - progress.n)
+    metrics["SPS"] = (global_step - clock[1]) / (time.perf_counter() - clock[0])  # since the last report
+    writer.add_scalar("charts/SPS", metrics["SPS"], global_step)
+    return metrics
+
+
+def finish_run(args: Args, run_dir: Path, metrics: dict, writer, policy: nn.Module, *example: Tensor):
+    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
+    summary = {"script": Path(__file__).stem, "args": asdict(args), "metrics": metrics}
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    writer.close()
+    if args.save_model:
+        shapes = ({0: torch.export.Dim("rows")},) * len(example)
+        program = torch.export.export(policy.cpu().requires_grad_(False), example, dynamic_shapes=shapes)
+        torch.export.save(program, run_dir / "policy.pt2", extra_files={"card.json": json.dumps(summary)})
+
+
+def run_until_signal(train):
+    """Reads the flags and trains; Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 makes train() save and stop."""
+    words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
+    args = tyro.cli(Args, args=words.split("\0")[1:])
     signals = []
 
     def remember(number: int, _):
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
 
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    try:
-        train(tyro.cli(Args), signals)
-    except RuntimeError as error:
-        if "allocate" not in str(error) or hasattr(error, "__notes__"):  # the note: an env has raised it
-            raise
-        sys.exit(f"\nerror: too little memory; lower --batch-size or --buffer-size. {error!s:.300}")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, remember)
+    train(args, signals)
+    if signals:
+        print("to go on, add --resume auto", file=sys.stderr)
+        sys.exit(128 + signals[0])
+
+
+if __name__ == "__main__":
+    run_until_signal(train)

@@ -41,7 +41,7 @@ DISCRETE = [name for name in SCRIPTS if "dqn" in name or name in MEMORY + DEVICE
 # How many command lines test_fuzz.py draws for each script: with --hypothesis-profile=long, 1,000.
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("long", max_examples=1000, **QUIET)
-settings.register_profile("ci", max_examples=30, derandomize=True, **QUIET)
+settings.register_profile("ci", max_examples=20, derandomize=True, **QUIET)
 settings.load_profile("ci")
 
 
@@ -89,7 +89,6 @@ def own_folder(tmp_path, monkeypatch):
         torch.cuda.set_stream(torch.cuda.default_stream())
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
-    torch.compiler.set_stance("default")
     torch._dynamo.reset()
 
 
@@ -135,6 +134,15 @@ def forked(function: Callable, *calls: tuple) -> list[tuple[int, str]]:
     return [(process.exitcode, path.read_text()) for process, path in zip(processes, paths)]
 
 
+class KnownSeeds(np.random.SeedSequence):
+    """Of a list, as the scripts ask: the first seed of a run's envs ends with 0, as ScriptedEnv expects."""
+
+    def generate_state(self, *count) -> np.ndarray:
+        if isinstance(self.entropy, list):
+            return np.array([10_000 * self.entropy[0] + 10 * self.entropy[1]])
+        return super().generate_state(*count)
+
+
 def train(monkeypatch, name: str, **args) -> SimpleNamespace:
     """Trains on the CPU unless told otherwise: metrics, the policy's final parameters by name, and the run folder."""
     script, policies = load(name), []
@@ -147,7 +155,8 @@ def train(monkeypatch, name: str, **args) -> SimpleNamespace:
 
     with monkeypatch.context() as patch:
         patch.setattr(script, network, SpiedNetwork)
-        metrics = script.train(script.Args(**({"device": "cpu", "save_model": False} | args)))
+        patch.setattr(np.random, "SeedSequence", KnownSeeds)
+        metrics = script.train(script.Args(**({"cuda": False, "save_model": False} | args)))
     (run_dir,) = Path("runs").iterdir()
     run_dir = run_dir.rename(f"run{len(list(Path().iterdir()))}")
     parameters = {k: p.detach().cpu().clone() for k, p in policies[0].named_parameters()}
@@ -162,7 +171,7 @@ class ScriptedEnv(gym.Env):
     """Episodes that are known in advance. An observation is (env, episode, step); step k of episode e pays 10 e + k.
 
     Env 0 ends its episodes after 2 (terminated), 3 (truncated), 1 (both) steps and so on; env 1 after 4 (truncated),
-    2 (terminated), env 2 as env 0. The env is told which it is by the last digit of its first seed.
+    2 (terminated), env 2 as env 0. The env is told which it is by the last digit of its first seed; see KnownSeeds.
     """
 
     ENDS = (((2, True, False), (3, False, True), (1, True, True)), ((4, False, True), (2, True, False)))
@@ -241,13 +250,7 @@ class DiscreteDictEnv(DictEnv):
 class ImageEnv(DictEnv):
     """Observes an image."""
 
-    observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
-
-
-class FloatImageEnv(DictEnv):
-    """Observes an image of numbers from 0 to 1."""
-
-    observation_space = gym.spaces.Box(0, 1, (8, 8, 3))
+    observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
 
 
 class RamEnv(DictEnv):
@@ -451,7 +454,6 @@ ENVS = (
     DictEnv,
     DiscreteDictEnv,
     ImageEnv,
-    FloatImageEnv,
     RamEnv,
     SequenceEnv,
     StuckEnv,

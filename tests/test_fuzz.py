@@ -57,7 +57,6 @@ SMALL = {  # these cost time or memory, so that large ones would only be slow or
 }
 STRINGS = {
     "env_id": [*ENVS, *TEXTS, "no_such_package:X-v0", ":x", "CartPole-v99"],
-    "device": ["cpu", "cpu:0", "cpu:7", "cuda", "cuda:99", "meta", *TEXTS],
     "resume": ["auto", ".", "nowhere/checkpoint.pt", *TEXTS],
     "cell": ["gru", "lstm", "GRU", *TEXTS],
     "act_on": ["learner", "worker", "both", *TEXTS],
@@ -129,8 +128,7 @@ def test_any_command_line_trains_or_is_refused_with_a_sentence(name, monkeypatch
         note(said)
         outcomes["trained" if code == 0 else "refused" if code == 2 else "ended by a sentence"] += 1
         if isinstance(code, str):  # it had begun to train
-            reasons = r"(losses/|parameter )\S+ is (nan|-?inf) at step \d+; |too little memory; lower "
-            assert re.match(rf"\s*error: ({reasons})", code)
+            assert re.match(r"\s*error: not finite: \{.*\}, norms of parameters .*\. Checkpoints are kept\.$", code)
         elif code == 2:
             assert re.search(r"(^| )error: .+|For full helptext, run \S+\.py --help$", said), said
         else:

@@ -9,9 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 MODES = {
     "eager": ("", {}),
     "compile": ("_torchcompile", {"compile": True}),
-    "compile on cuda": ("_torchcompile", {"compile": True, "device": "cuda"}),
-    "cudagraphs": ("_torchcompile", {"cudagraphs": True, "device": "cuda"}),
-    "compile+cudagraphs": ("_torchcompile", {"compile": True, "cudagraphs": True, "device": "cuda"}),
+    "compile on cuda": ("_torchcompile", {"compile": True, "cuda": True}),
+    "cudagraphs": ("_torchcompile", {"cudagraphs": True, "cuda": True}),
+    "compile+cudagraphs": ("_torchcompile", {"compile": True, "cudagraphs": True, "cuda": True}),
 }
 GATES = [name for name in CATALOG if CATALOG[name].gate]
 

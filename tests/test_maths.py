@@ -139,8 +139,11 @@ def test_unflatten_gives_views_by_name():
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_normalisers_equal_gymnasiums(num_envs):
-    """On an env with terminations and truncations, reset rows included, for 300 steps."""
+def test_normalisers_equal_numpys_statistics_and_come_to_gymnasiums(num_envs):
+    """On an env with terminations and truncations, reset rows included, for 300 steps.
+
+    Gymnasium's begin at mean 0 and variance 1, with the weight of 1e-4 rows; ours begin with the first rows.
+    """
     script = load(EAGER)
 
     def make():
@@ -152,33 +155,25 @@ def test_normalisers_equal_gymnasiums(num_envs):
     obs_stats, return_stats, returns = script.RunningMeanStd(3), script.RunningMeanStd(), np.zeros(num_envs)
     seeds = [0, 1, 10][:num_envs]
     obs, _ = plain.reset(seed=seeds)
-    theirs, _ = wrapped.reset(seed=seeds)
-    np.testing.assert_allclose(script.normalize_obs(obs_stats, obs), np.clip(theirs, -10, 10), rtol=1e-5, atol=1e-6)
+    wrapped.reset(seed=seeds)
+    script.normalize_obs(obs_stats, obs)
+    rows, sums = [obs], []
     done, action = np.zeros(num_envs, bool), np.zeros((num_envs, 2), np.float32)
-    for _ in range(300):
+    for step in range(300):
         obs, reward, terminated, truncated, _ = plain.step(action)
         theirs, their_reward, *_ = wrapped.step(action)
+        rows.append(obs)
         ours = script.normalize_obs(obs_stats, obs)
+        seen = np.concatenate(rows).astype(np.float64)
+        np.testing.assert_allclose(ours, ((obs - seen.mean(0)) / np.sqrt(seen.var(0) + 1e-8)).clip(-10, 10), rtol=1e-6)
         our_reward = script.normalize_reward(return_stats, returns, reward, terminated, ~done, 0.9)
+        sums.extend(returns[~done])
+        deviation = np.sqrt(np.var(sums) + 1e-8)
+        np.testing.assert_allclose(our_reward, (reward / deviation).clip(-10, 10), rtol=1e-6)
         done = terminated | truncated
-        np.testing.assert_allclose(ours, np.clip(theirs, -10, 10), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(our_reward, np.clip(their_reward, -10, 10), rtol=1e-5)
-
-
-def test_single_env_normalisers_equal_gymnasiums():
-    script, env = load(EAGER), gym.make("Pendulum-v1")
-    wrapped = gym.wrappers.NormalizeReward(gym.wrappers.NormalizeObservation(gym.make("Pendulum-v1")), gamma=0.99)
-    obs_stats, return_stats, returns = script.RunningMeanStd(3), script.RunningMeanStd(), np.zeros(1)
-    obs, theirs = env.reset(seed=1)[0], wrapped.reset(seed=1)[0]
-    script.normalize_obs(obs_stats, obs[None])
-    for i in range(150):
-        action = np.array([np.sin(i)], np.float32)
-        obs, reward, terminated, _, _ = env.step(action)
-        theirs, their_reward, *_ = wrapped.step(action)
-        np.testing.assert_allclose(script.normalize_obs(obs_stats, obs[None])[0], theirs, rtol=1e-4, atol=1e-5)
-        flags = np.array([terminated]), np.array([True])
-        ours = script.normalize_reward(return_stats, returns, np.array([reward]), *flags, 0.99)
-        np.testing.assert_allclose(ours[0], their_reward, rtol=1e-5)
+        if step > 200:
+            np.testing.assert_allclose(ours, np.clip(theirs, -10, 10), rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(our_reward, np.clip(their_reward, -10, 10), rtol=1e-3)
 
 
 def test_lambda_1_makes_a2c_reinforce():

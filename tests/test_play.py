@@ -1,8 +1,8 @@
-"""play.py: the returns of a policy in whole games, its film, and what it refuses to load."""
+"""play.py: the returns of a policy in whole games, its film, and the files that it refuses."""
 
+import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -15,8 +15,9 @@ import numpy as np
 import play
 import pytest
 import torch
+import tyro
 from catalog import CATALOG
-from conftest import MEMORY, ROOT, train
+from conftest import MEMORY, ROOT, tiny, train
 from torch import nn
 
 GAMES = {name: "Pong-v5" if "atari" in name else entry.tiny["env_id"] for name, entry in CATALOG.items()}
@@ -36,15 +37,46 @@ class Pushes(nn.Module):
         return (obs[:, 2] > 0).long() if self.discrete else obs[:, 1:2] * 2
 
 
-class Wild(nn.Module):
-    """Takes action 7, always."""
+class Always(nn.Module):
+    """Takes one action, always."""
+
+    def __init__(self, action):
+        super().__init__()
+        self.register_buffer("action", torch.tensor(action))
 
     def forward(self, obs):
-        return (obs.sum(1) * 0 + 7).long()
+        return self.action.expand(obs.shape[0], *self.action.shape)
 
 
-def save(path: Path, policy: nn.Module, obs: torch.Tensor, env_id: str) -> Path:
-    card = json.dumps({"script": "by hand", "args": {"env_id": env_id}})
+class PaidEnv(gym.Env):
+    """Pays the action, times what it is told to, for 3 steps. Observes what it is told to."""
+
+    action_space = gym.spaces.Box(-1, 2, (1, 1), np.float64)
+    seeds: list[int] = []
+
+    def __init__(self, pay: float = 1, obs: object = 0.0):
+        self.obs = np.array(obs, ndmin=1)
+        self.observation_space = gym.spaces.Box(-1e9, 1e9, self.obs.shape, self.obs.dtype)
+        self.pay = pay
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seeds.append(seed)
+        self.steps = 0
+        return self.obs, {}
+
+    def step(self, action):
+        assert action in self.action_space
+        self.steps += 1
+        return self.obs, self.pay * action.item(), self.steps == 3, False, {}
+
+
+gym.register("PaidEnv-v0", entry_point=PaidEnv, disable_env_checker=True)
+gym.register("PaidElsewhere-v0", entry_point=PaidEnv, disable_env_checker=True)
+
+
+def save(path: Path, policy: nn.Module, obs: torch.Tensor, env_id: str, **flags) -> Path:
+    card = json.dumps({"script": "by hand", "args": {"env_id": env_id} | flags})
     program = torch.export.export(policy, (obs,), dynamic_shapes=({0: torch.export.Dim("rows")},))
     torch.export.save(program, path, extra_files={"card.json": card})
     return path
@@ -89,6 +121,7 @@ def test_a_policy_plays_in_a_new_process_as_here(monkeypatch, name, own_folder):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # moviepy leaves its pipes open
+@pytest.mark.filterwarnings("ignore:.*Overriding environment MinAtar")  # which a second call registers again
 def test_a_policy_of_minatar_plays_in_its_own_package(monkeypatch):
     """Its actions and observations are those of training, up to the same time limit."""
     sizes = {"num_envs": 64, "num_steps": 16, "total_timesteps": 61_440, "learning_rate": 3e-3}
@@ -134,7 +167,7 @@ def test_an_atari_game_is_played_to_its_last_life_for_its_unclipped_score():
             return result
 
     game = SpiedGame("MsPacman-v5")  # a dot pays 10 points
-    policy = lambda obs: [torch.tensor([len(infos) // 9 % 9])]  # noqa: E731
+    policy = lambda obs: torch.tensor([len(infos) // 9 % 9])  # noqa: E731
     return_, length = play.play_episode(policy, [torch.zeros(2, 4, 84, 84, dtype=torch.uint8)], game, seed=3)
     lives = [int(info["lives"][0]) for info in infos]
     assert sorted(set(lives)) == [0, 1, 2, 3] and lives.index(0) == len(lives) - 1
@@ -153,11 +186,7 @@ def test_a_film_shows_every_step(cart):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # moviepy leaves its pipes open
 def test_a_film_of_an_atari_game_shows_what_the_policy_saw(own_folder):
-    class Waits(nn.Module):
-        def forward(self, frames):
-            return frames.flatten(1).sum(1) * 0
-
-    path = save(own_folder / "policy.pt2", Waits(), torch.zeros(2, 4, 84, 84, dtype=torch.uint8), "Pong-v5")
+    path = save(own_folder / "policy.pt2", Always(0), torch.zeros(2, 4, 84, 84, dtype=torch.uint8), "Pong-v5")
     result = play.play(play.Args(path, episodes=1, video=True))
     assert result["returns"] == [-21]
     frames = imageio.imread(own_folder / "videos" / "seed1-episode-0.mp4", plugin="FFMPEG")
@@ -165,25 +194,106 @@ def test_a_film_of_an_atari_game_shows_what_the_policy_saw(own_folder):
     assert frames.shape[1:] == (168, 168, 3) and (frames[50] != frames[60]).any()
 
 
-CODE = "__import__('os').system('touch pwned')"
-CRAFTED = {
-    "an operation": lambda text: text.replace("aten.matmul.default", "aten.from_file.default"),
-    "an endless size": lambda text: re.sub(r'"expr_str": "[^"]*"', '"expr_str": "9*9"', text, count=1),
-    "a name of Python's": lambda text: text.replace('"obs"', '"__class__"'),
-    "a size": lambda text: re.sub(r'"expr_str": "[^"]*"', f'"expr_str": "{CODE}"', text, count=1),
-    "a guard": lambda text: text.replace('"guards_code": []', f'"guards_code": ["{CODE} or True"]'),
-    "a name": lambda text: text.replace('"obs"', f'"obs={CODE}"'),
-    "a type to import": lambda text: text.replace("builtins.tuple", "this.tuple"),
-    "a function": lambda text: re.sub(r'"target": "torch.ops[^"]*"', '"target": "torch.os.system"', text, count=1),
+LAYERS = {  # names of copied scripts, and what stands there in place of a layer
+    "my-sac.py": "nn.ReLU()",
+    "sac.v2.py": "nn.LayerNorm(256), nn.ReLU()",
+    "sac (1).py": "nn.GELU()",
+    "sac.conv.py": "nn.Unflatten(-1, (4, 8, 8)), nn.Conv2d(4, 16, 3, stride=2, padding=1), nn.Flatten(-3), nn.ReLU()",
 }
 
 
-ADDED = {  # parts that torch.export.load() would unpickle, link or take for the program
-    "an opaque object": "policy/data/constants/opaque_obj_0",
-    "a library": "policy/data/aotinductor/x/x.wrapper.so",
-    "a second program": "policy/models/model.jsOn",
-    "an old layout": "serialized_exported_program.json",
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_policy_of_a_copied_script_plays(own_folder, name):
+    """Whatever its name, and with other layers."""
+    text = (ROOT / "leanrl" / "sac_continuous_action.py").read_text()
+    changed = text.replace("nn.ReLU(), nn.Linear(256, 256)", f"{LAYERS[name]}, nn.Linear(256, 256)")
+    assert (changed == text) == (LAYERS[name] == "nn.ReLU()")
+    (own_folder / name).write_text(changed)
+    spec = importlib.util.spec_from_file_location("copied", own_folder / name)
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    copied.train(copied.Args(**tiny("sac_continuous_action") | {"total_timesteps": 910, "cuda": False}))
+    (path,) = own_folder.glob("runs/*/policy.pt2")
+    result = play.play(play.Args(path, episodes=1))
+    assert result["script"] == Path(name).stem and result["lengths"] == [200]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_policy_of_images_plays(own_folder, dtype):
+    """A convolution sums 3 x 3 pixels of 2 channels, each of which is 3, with a weight of 0.01."""
+
+    class Convolution(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(2, 1, 3)
+            nn.init.constant_(self.conv.weight, 0.01)
+            nn.init.constant_(self.conv.bias, 0.0)
+
+        def forward(self, obs):
+            return self.conv(obs.float().permute(0, 3, 1, 2)).mean((1, 2, 3))[:, None]
+
+    kwargs = json.dumps({"obs": np.full((8, 8, 2), 3).tolist()})
+    obs = torch.zeros(2, 8, 8, 2, dtype=dtype)
+    path = save(own_folder / "policy.pt2", Convolution(), obs, "PaidEnv-v0", env_kwargs=kwargs)
+    assert play.play(play.Args(path, episodes=1))["mean"] == pytest.approx(3 * 0.01 * 18 * 3)
+
+
+def test_an_observation_has_the_type_that_the_policy_takes(own_folder):
+    class Difference(nn.Module):
+        def forward(self, obs):
+            return obs - 123_456_789
+
+    kwargs = json.dumps({"obs": 123_456_789.25})
+    for dtype, action in {torch.float64: 0.25, torch.float32: 0}.items():
+        path = save(
+            own_folder / "policy.pt2", Difference(), torch.zeros(2, 1, dtype=dtype), "PaidEnv-v0", env_kwargs=kwargs
+        )
+        assert play.play(play.Args(path, episodes=1))["returns"] == [3 * action]
+
+
+SETTINGS = {  # flags of training and of playing, and what is paid
+    "those of training": ({"env_kwargs": '{"pay": 5}'}, {}, 5),
+    "none, as in training": ({"env_kwargs": "{}"}, {}, 1),
+    "a script without them": ({}, {}, 1),
+    "by flag": ({"env_kwargs": '{"pay": 5}'}, {"env_kwargs": '{"pay": 2}'}, 2),
+    "the same env by flag": ({"env_kwargs": '{"pay": 5}'}, {"env_id": "PaidEnv-v0"}, 5),
+    "another env": ({"env_kwargs": '{"pay": 5}'}, {"env_id": "PaidElsewhere-v0"}, 1),
+    "another env by flags": ({}, {"env_id": "PaidElsewhere-v0", "env_kwargs": '{"pay": 3}'}, 3),
 }
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_the_env_is_made_as_in_training(own_folder, case):
+    """And the action, 7, is clipped to its bounds, which end at 2."""
+    trained, played, pay = SETTINGS[case]
+    path = save(own_folder / "policy.pt2", Always([7.0]), torch.zeros(2, 1), "PaidEnv-v0", **trained)
+    result = play.play(play.Args(path, episodes=1, **played))
+    assert result["returns"] == [3 * 2 * pay] and result["env_id"] == played.get("env_id", "PaidEnv-v0")
+
+
+def test_an_env_of_another_package_plays(own_folder, monkeypatch):
+    (own_folder / "their_package.py").write_text(
+        "import gymnasium as gym\n"
+        "gym.register('Theirs-v0', entry_point='gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=5)\n"
+    )
+    monkeypatch.syspath_prepend(str(own_folder))
+    path = save(own_folder / "policy.pt2", Pushes(discrete=False), torch.zeros(2, 3), "their_package:Theirs-v0")
+    assert play.play(play.Args(path, episodes=1))["lengths"] == [5]
+
+
+@pytest.mark.parametrize("seed", [0, 2**40])
+def test_simulators_can_take_the_seeds(own_folder, monkeypatch, seed):
+    monkeypatch.setattr(PaidEnv, "seeds", [])
+    path = save(own_folder / "policy.pt2", Always([1.0]), torch.zeros(2, 1), "PaidEnv-v0")
+    play.play(play.Args(path, episodes=20, seed=seed))
+    assert len(set(PaidEnv.seeds)) == 20 and all(0 <= seed < 2**31 for seed in PaidEnv.seeds)
+
+
+def test_help_and_readme_say_that_a_policy_is_a_program(capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(play.Args, description=play.__doc__, args=["--help"])
+    for text in (capsys.readouterr().out, (ROOT / "README.md").read_text()):
+        assert "A policy is a program: whoever loads one runs it." in " ".join(text.split())
 
 
 class Evil:
@@ -191,31 +301,31 @@ class Evil:
         return os.system, ("touch pwned",)
 
 
-def craft(path: Path, how: str):
-    """Lets a policy run code when it is loaded with torch.export.load() alone."""
-    with zipfile.ZipFile(path) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
-    for name, part in parts.items():
-        if how in CRAFTED and name.endswith("models/model.json"):
-            parts[name] = CRAFTED[how](part.decode()).encode()
-            assert parts[name] != part
-        elif how == "a pickled object" and name.endswith(".pt"):
-            torch.save(Evil(), "evil.pt")
-            parts[name] = Path("evil.pt").read_bytes()
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, part in parts.items():
-            archive.writestr(name, part)
-        if how in ADDED:
-            archive.writestr(ADDED[how], b"{}")
+def damage(path: Path, how: str):
+    content = path.read_bytes()
+    if how == "cut off":
+        path.write_bytes(content[: len(content) // 2])
+    if how == "a flipped bit":
+        place = content.index(torch.eye(3).numpy().tobytes())  # the weight
+        path.write_bytes(content[:place] + b"\1" + content[place + 1 :])
+    if how == "a pickled object":
+        torch.save(Evil(), "evil.pt")
+        with zipfile.ZipFile(path) as archive:
+            parts = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, part in parts.items():
+                archive.writestr(name, Path("evil.pt").read_bytes() if name.endswith(".pt") else part)
 
 
-@pytest.mark.parametrize("how", [*CRAFTED, *ADDED, "a pickled object"])
-def test_a_policy_that_would_run_code_is_refused(pendulum, capsys, how, own_folder):
-    craft(pendulum, how)
+@pytest.mark.parametrize("how", ["cut off", "a flipped bit", "a pickled object"])
+def test_a_damaged_policy_is_refused(pendulum, capsys, how):
+    damage(pendulum, how)
     with pytest.raises(SystemExit) as exit:
         play.play(play.Args(pendulum))
-    assert exit.value.code == 2 and capsys.readouterr().err.startswith(f"error: cannot play {pendulum}: ")
-    assert not (own_folder / "pwned").exists()
+    assert exit.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith(
+        f"error: cannot play {pendulum}: "
+    )
+    assert not Path("pwned").exists()
 
 
 BAD = {  # flags, and a part of the sentence that refuses them
@@ -225,10 +335,17 @@ BAD = {  # flags, and a part of the sentence that refuses them
     "no episode": ({"episodes": 0}, "--episodes must be at least 1"),
     "negative seed": ({"seed": -1}, "--seed"),
     "unknown env": ({"env_id": "Pendulm-v1"}, "Pendulum"),
-    "other observations": ({"env_id": "HalfCheetah-v4"}, "observes (17,)"),
+    "other observations": ({"env_id": "InvertedPendulum-v5"}, "it observes (4,)"),
     "other actions": ({"env_id": "DiscretePendulum-v0"}, "takes Discrete(2)"),
-    "an action out of range": ({"policy": Path("wild.pt2")}, "action 7 is not in Discrete(2)"),
-    "no screen": ({"render": True}, "--render needs a screen; use --video"),
+    "an action out of range": ({"policy": Path("wild.pt2"), "env_id": "CartPole-v1"}, "action 7 is not in Discrete(2)"),
+    "an action that is no number": (
+        {"policy": Path("nan.pt2"), "env_id": "PaidEnv-v0"},
+        "action [[nan]] is not in Box",
+    ),
+    "settings that are no JSON": ({"env_kwargs": "{g: 1}"}, "with {g: 1}: Expecting"),
+    "settings that the env has not": ({"env_kwargs": '{"nonsense": 1}'}, "'nonsense'"),
+    "an unwritable folder": ({"policy": Path("full/policy.pt2"), "video": True}, "full/videos"),
+    "no screen": ({"render": True}, "--render needs a screen"),
     "film and window": ({"render": True, "video": True}, "exclude each other"),
 }
 
@@ -247,24 +364,15 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(monkeypatch, pendulum, caps
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     flags, words = BAD[case]
     if case == "an action out of range":
-        save(Path("wild.pt2"), Wild(), torch.zeros(2, 4), "CartPole-v1")
+        save(Path("wild.pt2"), Always(7), torch.zeros(2, 4), "CartPole-v1")
+    if case == "an action that is no number":
+        save(Path("nan.pt2"), Always([float("nan")]), torch.zeros(2, 1), "PaidEnv-v0")
+    if case == "an unwritable folder":
+        Path("full").mkdir()
+        Path("full/videos").touch()
+        Path("full/policy.pt2").write_bytes(pendulum.read_bytes())
     torch.save({}, "checkpoint.pt")
     with pytest.raises(SystemExit) as exit:
         play.play(play.Args(**{"policy": pendulum} | flags))
-    message = capsys.readouterr().err.strip().splitlines()[-1]
+    *_, message = capsys.readouterr().err.strip().splitlines()
     assert exit.value.code == 2 and message.startswith("error: ") and words in message
-
-
-def test_a_package_is_imported_only_if_the_player_names_it(own_folder, capsys, monkeypatch):
-    """The card is part of the file, so it must not say what is imported."""
-    (own_folder / "their_package.py").write_text(
-        "import gymnasium as gym\n"
-        "gym.register('Theirs-v0', entry_point='gymnasium.envs.classic_control:PendulumEnv', max_episode_steps=5)\n"
-    )
-    monkeypatch.syspath_prepend(str(own_folder))
-    env_id = "their_package:Theirs-v0"
-    path = save(own_folder / "policy.pt2", Pushes(discrete=False), torch.zeros(2, 3), env_id)
-    with pytest.raises(SystemExit):
-        play.play(play.Args(path))
-    assert f"say --env-id {env_id}" in capsys.readouterr().err and "their_package" not in sys.modules
-    assert play.play(play.Args(path, env_id=env_id, episodes=1))["lengths"] == [5]

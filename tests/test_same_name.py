@@ -4,7 +4,7 @@ import ast
 import difflib
 from collections import defaultdict
 
-from conftest import ALL_SCRIPTS, ROOT
+from conftest import ALL_SCRIPTS, RAY, ROOT, SCRIPTS
 
 EXEMPT = {"Args", "train"}
 
@@ -33,3 +33,9 @@ def test_same_name_same_code():
             diff = "\n".join(difflib.unified_diff(first.splitlines(), second.splitlines(), a, b, lineterm=""))
             raise AssertionError(f"{name} differs between scripts; rename one or make them equal:\n{diff}")
     assert {"make_env", "ppo_loss", "gae", "gae_scan"} <= set(versions)  # the comparison has seen the scripts
+
+
+def test_what_stands_below_the_divider_is_the_same_in_all_scripts():
+    """So what it does is tested once, on one of them. The data-parallel script ends in its own way."""
+    endings = {(ROOT / "leanrl" / f"{script}.py").read_text().split("\n# ----------")[1] for script in SCRIPTS + RAY}
+    assert len(endings) == 1

@@ -124,7 +124,7 @@ def test_actions_respect_each_dimensions_bounds_and_the_first_reset_alone_is_see
 def test_log_probabilities_are_those_of_the_stored_actions(monkeypatch, name):
     _, batches, _ = record(monkeypatch, name, num_steps=64, total_timesteps=64)
     script = load(name)
-    torch.manual_seed(1)
+    torch.manual_seed(10_000)  # see KnownSeeds
     agent = script.Agent(3, 2)  # as train() made it: the learning rate is 0, so it has not changed
     mean, logstd, _ = agent(batches[0]["obs"])
     expected = torch.distributions.Normal(mean, logstd.exp().expand_as(mean)).log_prob(batches[0]["action"]).sum(-1)
