@@ -9,7 +9,6 @@
 
 Papers: Kapturowski et al. 2019, openreview.net/forum?id=r1lyTjAqYX; Orvieto et al. 2023, arxiv.org/abs/2303.06349
 Plain twin: dqn_lru.py. docs/performance.md explains each perf[name].
-To learn the algorithm, read lru(), LRUQNetwork, sample_slices() and train(). The rest is plumbing.
 Shapes: T = seq_length, N = num_envs, B = batch_size; O = size of an observation, A = number of actions, H = hidden_size
 How the memory is handled:
 1. Nothing is padded: where an episode starts, a factor of 0 drops the memory (picture: docs/memory.md).
@@ -17,18 +16,15 @@ How the memory is handled:
 """
 
 import copy
-import ctypes  # perf[memory]
 import json
 import logging  # perf[capture]
 import math
 import os
+import random
 import re
-import shlex
 import signal
 import sys
 import time
-import warnings
-import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -47,7 +43,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 REPORT_INTERVAL = 500  # env steps between two reports
-WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
 @dataclass
@@ -56,10 +51,10 @@ class Args:
     seed: int = 1  # seeds the agent and the envs; different seeds never share an env's random stream
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
-    device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
     env_id: str = "popgym:popgym-PositionOnlyCartPoleEasy-v0"  # any Gymnasium id with vectors and discrete actions
+    env_kwargs: str = "{}"  # settings of the env as JSON, e.g. '{"max_episode_length": 50}'
     total_timesteps: int = 300_000  # env steps, summed over all envs
     learning_rate: float = 1e-3  # learning rate of Adam
     num_envs: int = 8  # number of envs, stepped one after the other; must divide --train-frequency
@@ -91,62 +86,47 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
 
 
-def fail(message: str):
-    """Ends the program with exit code 2 and one line on stderr."""
-    print("error:", " ".join(message.split()), file=sys.stderr)  # a quoted message may span several lines
-    sys.exit(2)
-
-
-def check_numbers(args: Args):
-    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval", "lag")
-            least = 0 if may_be_zero else 1
-            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
-            if not least <= value < 2**63 or (is_share and value > 1):  # NaN fails, too
-                limits = "between 0 and 1" if is_share else f"at least {least} and below 2**63"
-                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
-
-
-def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
-    """Makes an env that observes flat vectors and records episode returns; fails on images and on other actions."""
+def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
+    """Makes an env that observes flat vectors; fails on images and on other actions."""
     try:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
-            env = gym.make(env_id)
+        env = gym.make(args.env_id, **json.loads(args.env_kwargs))
+        obs_dim = gym.spaces.flatdim(env.observation_space)
     except Exception as error:  # of the env's code, too
-        fail(f"cannot make the env {env_id!r}: {error}")  # the error names similar envs
-    space = env.observation_space
-    shape = space.shape or ()  # dicts and sequences have none
-    is_image = len(shape) > 2 or (len(shape) == 2 and space.dtype == np.uint8)
-    if len(shape) != 1:
-        env = gym.wrappers.FlattenObservation(env)
-    if is_image or not env.observation_space.shape or not isinstance(env.action_space, action_type):
-        fail(f"{env_id} maps {space} to {env.action_space}; needed: vectors to a {action_type.__name__}.")
-    return gym.wrappers.RecordEpisodeStatistics(env)
+        fail(f"cannot make the env {args.env_id!r} with {args.env_kwargs}: {error}")  # the error names similar envs
+    if obs_dim > 4096:
+        fail(f"{args.env_id} observes {env.observation_space}; needed: vectors of at most 4,096 numbers, not images.")
+    if not isinstance(env.action_space, action_type):
+        fail(f"{args.env_id} takes actions in {env.action_space}; needed: a {action_type.__name__}.")
+    return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
 
 
-def step_envs(envs: list[gym.Env], global_step: int, action, obs, reward, terminated, truncated) -> list[dict]:
-    """Steps every env, writes the results into the last four arrays, and returns the episodes that ended.
-
-    An env whose episode has ended is reset instead; that step ignores the action and has reward 0 (autoreset mode
-    NEXT_STEP). An episode is a dict with its return "r" and its length "l".
-    """
+def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
+    """Steps every env into the arrays after `action`; returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
-        try:
-            if terminated[i] or truncated[i]:
-                obs[i], _ = env.reset()
-                reward[i] = 0
-                terminated[i] = truncated[i] = False
-                continue
-            obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
-        except Exception as error:
-            error.add_note(f"error: env {i} raised this in env step {global_step}. Earlier checkpoints are kept.")
-            raise
-        if "episode" in info:
-            episodes.append(info["episode"])
+        if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
+            obs[i], _ = env.reset()
+            reward[i] = 0
+            terminated[i] = truncated[i] = False
+            totals[:, i] = 0
+            continue
+        obs[i], paid, terminated[i], truncated[i], _ = env.step(action[i])
+        reward[i] = paid
+        totals[:, i] += paid, 1
+        if terminated[i] or truncated[i]:
+            episodes.append(tuple(totals[:, i].tolist()))
     return episodes
+
+
+def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
+    """Seeds all by seed and step: what follows depends on these alone. Returns the first observations."""
+    first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
+    random.seed(first)  # an env may draw from this generator, and from the next
+    np.random.seed(first)  # noqa: NPY002
+    torch.manual_seed(first)
+    for i, env in enumerate(envs):
+        env.unwrapped.action_space.seed((first + i) % 2**31)
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]
 
 
 def lru(log_radius: Tensor, angle: Tensor, drive: Tensor, keep: Tensor, state: Tensor) -> Tensor:
@@ -245,22 +225,6 @@ class GreedyRecurrentQNetwork(nn.Module):
         return action + self.first_action, torch.cat([state, F.one_hot(action, num_actions)], -1)
 
 
-def replay_ring(buffer_size: int, num_envs: int, row_size: int, device: torch.device) -> Tensor:
-    """Zeros (C, N, row_size) with room for `buffer_size` transitions; fails if the memory does not suffice.
-
-    C is a number of time steps. Row t % C holds the observation at time t, and the action, reward, terminated and valid
-    of the step that led to it. A transition is a pair of neighbouring rows, and no observation is stored twice.
-    """
-    rows = max(buffer_size // num_envs, 1) + 1
-    needed = 4 * rows * num_envs * row_size
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type == "cuda":
-        memory, _ = torch.cuda.mem_get_info(device)
-    if needed > memory:
-        fail(f"--buffer-size {buffer_size} needs {needed:,} bytes on {device}, which has {memory:,}.")
-    return torch.zeros(rows, num_envs, row_size, device=device)
-
-
 def split_row(row, obs_dim: int):
     """Views of the parts of replay rows (.., O + A + 3): obs, action, reward, terminated, valid."""
     return row[..., :obs_dim], row[..., obs_dim:-3], row[..., -3], row[..., -2], row[..., -1]
@@ -297,15 +261,12 @@ def td_loss(q: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: float):
     """A step of Adam in place (Kingma & Ba 2015, end of section 2)."""
     step += 1  # perf[tensor] step and lr are tensors: numbers would be compiled as constants
-    power = (step * math.log(0.9)).exp()  # 0.9**step would be slow, see docs/performance.md
-    power_sq = (step * math.log(0.999)).exp()
-    unbias = (1 - power_sq).sqrt()
-    rate = lr * unbias / (1 - power)
-    eps = eps * unbias
+    unbias = (1 - 0.999**step).sqrt()
+    rate = lr * unbias / (1 - 0.9**step)
     for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs):
         exp_avg.lerp_(grad, 0.1)
         exp_avg_sq.lerp_(grad**2, 0.001)
-        param.sub_(rate * exp_avg / (exp_avg_sq.sqrt() + eps))
+        param.sub_(rate * exp_avg / (exp_avg_sq.sqrt() + eps * unbias))
 
 
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -314,147 +275,29 @@ def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
-# perf[memory] an update allocates and frees a dozen blocks of a megabyte
-def keep_freed_memory():
-    """Lets glibc keep freed memory: mapping it anew costs a page fault for every 4 kB."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: map no large block on its own
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never give back the end of the heap
+def learn_from_slices_(slices, memory, state: dict, q_network, target_network, obs_dim: int, args: Args) -> dict:
+    """Moves the network towards the target of double Q-learning (arXiv:1509.06461, eq. 4)."""
+    old_inputs, inputs = slices[..., :-3].split([args.burn_in, args.seq_length])
+    _, action, reward, terminated, valid = split_row(slices[args.burn_in + 1 :], obs_dim)  # T - 1 steps
+    _, target_memory = target_network(old_inputs, memory)
+    target_q, _ = target_network(inputs, target_memory)
+    _, memory = q_network(old_inputs, memory)
+    weight = valid / valid.sum().clamp(min=1)
+
+    def loss_of(parameters: dict[str, Tensor]):
+        q, _ = functional_call(q_network, parameters, (inputs, memory))
+        next_q = target_q[1:].gather(-1, q[1:].argmax(-1, keepdim=True)).squeeze(-1)
+        target = td_target({"reward": reward, "terminated": terminated}, next_q, args.gamma)
+        q = (q[:-1] * action).sum(-1)
+        return td_loss(q, target, weight).sum(), q
+
+    grads, (loss, q) = grad_and_value(loss_of, has_aux=True)(state["q_network"])  # perf[graph]
+    adam_(state["q_network"].values(), grads.values(), *state["adam"], state["lr"], eps=1e-8)
+    return {"td_loss": loss.detach(), "q_values": (weight * q.detach()).sum()}
 
 
-def pick_device(args: Args) -> torch.device:
-    """The device that the flags name; fails if it cannot be used."""
-    default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
-    try:
-        number = torch.zeros((), device=args.device or default)
-        number.item()  # a device like "meta" has none
-    except Exception as error:
-        fail(f"cannot use the device {args.device or default}: {error!s:.300}")
-    if number.is_cuda:
-        torch.cuda.set_device(number.device)
-    return number.device
-
-
-def start_run(args: Args) -> tuple[Path, SummaryWriter]:
-    """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = Path("runs", re.sub("[/:]", "_", run_name))
-    try:
-        if args.track:
-            import wandb
-
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
-        run_dir.mkdir(parents=True)  # fails if another run has it
-    except Exception as error:
-        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
-    torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.tf32
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    writer = SummaryWriter(run_dir, flush_secs=10)
-    writer.add_text("args", json.dumps(asdict(args), indent=2))
-    (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
-    return run_dir, writer
-
-
-def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
-    """Replaces checkpoint.pt; the one before becomes checkpoint.old. Returns the path, or None if it fails."""
-    path = run_dir / "checkpoint.pt"
-    new = run_dir / "checkpoint.new"
-    try:
-        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
-            raise OSError("the replay holds NaN or infinity")
-        with new.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            path.replace(run_dir / "checkpoint.old")
-        new.replace(path)
-        return path
-    except (OSError, RuntimeError) as error:
-        print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
-        new.unlink(missing_ok=True)
-        return None
-
-
-def load_checkpoint(args: Args, made_by: list) -> dict:
-    """The checkpoint that --resume names, of the same script, env and sizes; "auto": of the newest run, or {}."""
-    paths = [Path(args.resume)]
-    if args.resume == "auto":
-        name = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__")  # a time follows
-        runs = [run for run in Path("runs").glob("*") if re.fullmatch(re.escape(name) + r"[\d-]{22}", run.name)]
-        paths = [path for run in sorted(runs)[::-1] for path in sorted(run.glob("checkpoint.[po]*"))[::-1]]  # pt, old
-    for path in paths:
-        try:
-            damaged = zipfile.ZipFile(path).testzip()  # torch.load() does not look at the checksums
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-            if not damaged and saved["made_by"] == made_by:
-                return saved
-            message = f"{path} is damaged" if damaged else f"{path} is of {saved['made_by']}, not of {made_by}"
-        except Exception as error:  # a damaged file may lead to any
-            message = f"{path} cannot be read: {error!r:.300}"
-        if args.resume != "auto":
-            fail(f"--resume: {message}.")
-        print(f"warning: {message}.", file=sys.stderr)
-    return {}
-
-
-def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
-    global_step = marks[-1][1]
-    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
-    names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
-    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync, if all is well
-    metrics = dict(zip(losses, values))
-    for name, loss in metrics.items():
-        writer.add_scalar(f"losses/{name}", loss, global_step)
-    for name, value in zip(names, values):
-        if not math.isfinite(value):
-            progress.close()
-            writer.close()
-            advice = "a smaller learning rate may help"
-            if not all(x.isfinite().all() for x in data):
-                advice = "an observation, a reward or an action is not finite, either"
-            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
-    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
-    seconds, steps = np.array(marks).T
-    warm = min(WARMUP_REPORTS, len(marks) - 2)
-    metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
-    # compilation, capture, cold caches: how much longer the warm-up took than as many steps take now
-    metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
-    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
-    writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
-    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
-    progress.update(global_step - progress.n)
-    return metrics | {"global_step": global_step}
-
-
-def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, *example):
-    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
-    summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
-    try:
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():  # for W&B, too
-            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
-        writer.close()
-        if args.save_model:
-            for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
-                p.data = p.clone(memory_format=torch.contiguous_format)
-            rows = {0: torch.export.Dim("rows")}
-            program = torch.export.export(policy, example, dynamic_shapes=(rows,) * len(example))
-            torch.export.save(program, run_dir / "new.pt2", extra_files={"card.json": json.dumps(summary)})
-            (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
-    except (OSError, RuntimeError) as error:
-        print(f"error: cannot save the results: {error}", file=sys.stderr)
-
-
-@torch.compiler.set_stance("default")  # perf[guards] guards are back when train ends, even by an error
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
-    """Trains an agent and returns the final metrics; after a signal it saves and exits instead."""
+    """Trains an agent and returns the final metrics; a signal makes it save and stop early."""
     check_numbers(args)
     N = args.num_envs
     total_steps = math.ceil(args.total_timesteps / N)
@@ -466,97 +309,58 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     learning_starts = max(args.learning_starts, least)  # slices must be there
     if total_steps * N <= math.ceil(learning_starts / args.train_frequency) * args.train_frequency:
         print("warning: nothing is learned: the run ends before an update; see --learning-starts.", file=sys.stderr)
-    envs = [make_env(args.env_id, gym.spaces.Discrete) for _ in range(N)]
+    saved = load_checkpoint(args)
+    first_step = saved.get("step", 0)
+    if first_step >= total_steps:
+        fail("nothing is left to do; raise --total-timesteps to go on.")
+    start_anew(args.seed, 0, [])  # seeds what makes envs and networks
+    envs = [make_env(args, gym.spaces.Discrete) for _ in range(N)]
     obs_dim = envs[0].observation_space.shape[0]
     num_actions = int(envs[0].action_space.n)
     first_action = int(envs[0].action_space.start)
-    made_by = [Path(__file__).stem, args.env_id, N, obs_dim, num_actions, args.buffer_size]
-    made_by += [args.hidden_size, args.state_interval]
-    saved = load_checkpoint(args, made_by) if args.resume is not None else {}
-    first_step = saved.get("step", 0)
-    if first_step >= total_steps:
-        print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
-        sys.exit(0)
-    keep_freed_memory()  # perf[memory]
-    device = pick_device(args)
-    ring = replay_ring(args.buffer_size, N, obs_dim + num_actions + 3, device)
-    states = torch.zeros(len(ring) // args.state_interval + 1, N, 2 * args.hidden_size, device=device)
+    run_dir, writer, device = start_run(args, saved)
     if args.cudagraphs and device.type != "cuda":  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
-    run_dir, writer = start_run(args)
-    torch.set_num_threads(1)  # for matrices this small, a second thread brings nothing
-    rng = np.random.default_rng(args.seed)
-    exploration_steps = args.exploration_fraction * args.total_timesteps
 
-    # The newest row of the replay ring, on the host. Its parts are views: writing to them fills it.
+    # Row t % C of the ring has the observation at time t, and the action, reward, terminated and valid of the step that
+    # led to it. `row` is the newest, on the host; writing to its parts fills it.
+    ring = torch.zeros(max(args.buffer_size // N, 1) + 1, N, obs_dim + num_actions + 3, device=device)
+    states = torch.zeros(len(ring) // args.state_interval + 1, N, 2 * args.hidden_size, device=device)
     row = torch.zeros(N, obs_dim + num_actions + 3)
     obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)
-    truncated = np.zeros(N, bool)
-    for i, env in enumerate(envs):
-        obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # later resets continue the env's stream
-    ring[0] = row
-
+    truncated = np.full(N, first_step > 0)  # a resumed run begins with a reset, as the run did that was saved
+    totals = np.zeros((2, N))  # return and length of the open episodes
     memory = torch.zeros(N, 2 * args.hidden_size)  # perf[host] what has been seen of the open episodes
     q_network = LRUQNetwork(obs_dim + num_actions, num_actions, args.hidden_size).to(device).requires_grad_(False)
     target_network = copy.deepcopy(q_network)
-    parameters = dict(q_network.named_parameters())
-    adam = adam_state(parameters.values())  # perf[graph]
-    lr = torch.full((), args.learning_rate, device=device)  # perf[tensor]
     newest = torch.zeros((), dtype=torch.long, device=device)
-
-    def start_anew(step: int):
-        """Cuts the open episodes off and seeds anew by seed and step, so that a resumed run goes on alike."""
-        seeds = np.random.SeedSequence([args.seed, step]).generate_state(N + 1).tolist()
-        torch.manual_seed(seeds[N])
-        rng.bit_generator.state = np.random.default_rng(seeds[N]).bit_generator.state
-        for env, seed in zip(envs, seeds):
-            env.reset(seed=seed)
-        row.zero_()
-        memory.zero_()
-        truncated[:] = True  # the next step resets every env
-
-    learned = {"parameters": parameters, "target": dict(target_network.named_parameters()), "adam": adam}
+    obs[:] = start_anew(args.seed, first_step, envs)
+    ring[0] = row
+    # perf[graph] the state of a run is tensors alone
+    networks = {"q_network": dict(q_network.named_parameters()), "target": dict(target_network.named_parameters())}
+    state = networks | {"adam": adam_state(networks["q_network"].values())}
+    state["lr"] = torch.full((), args.learning_rate, device=device)  # perf[tensor]
     if saved:
-        for tensor, saved_tensor in zip(tree_leaves(learned), tree_leaves(saved["state"]), strict=True):  # perf[graph]
-            tensor.copy_(saved_tensor.view_as(tensor))
+        for tensor, saved_tensor in zip(tree_leaves(state), saved["state"]):  # perf[graph]
+            tensor.copy_(saved_tensor)
         ring[: len(saved["replay"])] = saved["replay"]
         states.copy_(saved["states"])
-        start_anew(first_step)
 
     host_network = copy.deepcopy(q_network).cpu()  # perf[host] acts beside the envs: a GPU would be waited for
     q_network.recurrence = target_network.recurrence = lru_scan  # perf[scan]
 
     def act() -> np.ndarray:
-        q, state = host_network(row[None, :, :-3], memory)  # perf[host]
-        memory.copy_(state)
+        q, next_memory = host_network(row[None, :, :-3], memory)  # perf[host]
+        memory.copy_(next_memory)
         return first_action + q[0].argmax(-1).numpy()
 
     def update(newest: Tensor) -> dict[str, Tensor]:
-        """Moves the network towards the target of double Q-learning (arXiv:1509.06461, eq. 4) on new slices."""
-        slices, state = sample_slices(ring, states, newest, args)
-        old_inputs, inputs = slices[..., :-3].split([args.burn_in, args.seq_length])
-        _, action, reward, terminated, valid = split_row(slices[args.burn_in + 1 :], obs_dim)  # T - 1 steps
-        _, target_state = target_network(old_inputs, state)
-        target_q, _ = target_network(inputs, target_state)
-        _, state = q_network(old_inputs, state)
-        weight = valid / valid.sum().clamp(min=1)
+        slices, memory = sample_slices(ring, states, newest, args)
+        return learn_from_slices_(slices, memory, state, q_network, target_network, obs_dim, args)
 
-        def loss_of(parameters: dict[str, Tensor]):
-            q, _ = functional_call(q_network, parameters, (inputs, state))
-            next_q = target_q[1:].gather(-1, q[1:].argmax(-1, keepdim=True)).squeeze(-1)
-            target = td_target({"reward": reward, "terminated": terminated}, next_q, args.gamma)
-            q = (q[:-1] * action).sum(-1)
-            return td_loss(q, target, weight).sum(), q
-
-        grads, (loss, q) = grad_and_value(loss_of, has_aux=True)(parameters)  # perf[graph]
-        adam_(parameters.values(), grads.values(), *adam, lr, eps=1e-8)
-        return {"td_loss": loss.detach(), "q_values": (weight * q.detach()).sum()}
-
-    if args.compile:  # perf[graph]
-        options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}  # perf[cpp]
-        options["cpp.use_decompose_tanh"] = True  # perf[tanh]
-        update = torch.compile(update, fullgraph=True, options=options)
+    if args.compile:  # perf[graph] one graph, which draws the plain file's random numbers
+        update = torch.compile(update, fullgraph=True, options={"fallback_random": True})
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         update = CudaGraphModule(update, warmup=3)
@@ -564,15 +368,16 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     progress = tqdm(total=total_steps * N, initial=first_step * N, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     losses = {}
-    global_step = first_step * N
-    marks = [(time.perf_counter(), global_step)]
+    clock = time.perf_counter(), first_step * N  # of the last report
     interval = args.checkpoint_interval or math.inf
-    saved_at = global_step
-    path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
+    exploration_steps = args.exploration_fraction * args.total_timesteps
+    rng = np.random.default_rng([args.seed, first_step])
+
     for step in range(first_step, total_steps):
         # act
         if step % args.state_interval == 0:
             states[step // args.state_interval % len(states)] = memory
+        global_step = step * N
         epsilon = np.interp(global_step, [0, exploration_steps], [args.start_e, args.end_e])
         random_action = first_action + rng.integers(num_actions, size=N)
         action = np.where(rng.random(N) < epsilon, random_action, act())
@@ -580,8 +385,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # learn
         learning = global_step >= learning_starts
         if learning and global_step % args.train_frequency == 0:
-            if not losses:
-                marks = [(time.perf_counter(), global_step)]  # the clock starts anew with learning
             losses = update(newest.fill_(step))  # perf[tensor]
         if learning and global_step % args.target_network_frequency < N:
             torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), args.tau)
@@ -590,59 +393,179 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
         row_action[:] = np.eye(num_actions)[action - first_action] * valid[:, None]  # no action precedes an episode
         global_step += N
-        for episode in step_envs(envs, global_step, action, obs, reward, terminated, truncated):
-            writer.add_scalar("charts/episodic_return", episode["r"], global_step)
-            writer.add_scalar("charts/episodic_length", episode["l"], global_step)
-            last_returns.append(float(episode["r"]))
+        for return_, length in step_envs(envs, action, obs, reward, terminated, truncated, totals):
+            writer.add_scalar("charts/episodic_return", return_, global_step)
+            writer.add_scalar("charts/episodic_length", length, global_step)
+            last_returns.append(return_)
         ring[(step + 1) % len(ring)] = row
         if learning and step * N % args.train_frequency == 0:  # perf[overlap] it has learned while the envs stepped
             host_network.load_state_dict(q_network.state_dict())
 
-        # report
-        if not (global_step % REPORT_INTERVAL < N or step + 1 == total_steps or signals):
-            continue
-        marks.append((time.perf_counter(), global_step))
-        metrics = report(losses, parameters, [ring], last_returns, marks, writer, progress)
-        writer.add_scalar("charts/epsilon", epsilon, global_step)
-        if args.compile and losses:  # perf[guards] all is compiled by now: skip the guards
-            torch.compiler.set_stance(skip_guard_eval_unsafe=True)
-
-        # save
-        if signals or global_step // interval > saved_at // interval:
-            kept = {"made_by": made_by, "step": step + 1, "global_step": global_step}
-            kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
-            kept |= {"states": states, "last_returns": list(last_returns)}
-            kept["state"] = learned  # perf[graph]
-            path = save_checkpoint(run_dir, kept)
-            saved_at = global_step
+        # report and save
+        if global_step % REPORT_INTERVAL < N or step + 1 == total_steps or signals:
+            metrics = report(losses, q_network.parameters(), last_returns, global_step, clock, writer, progress)
+            writer.add_scalar("charts/epsilon", epsilon, global_step)
+            is_due = global_step // interval > clock[1] // interval
+            clock = time.perf_counter(), global_step
+            if is_due or signals:
+                kept = {"step": step + 1, "states": states, "last_returns": list(last_returns)}
+                kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
+                kept["state"] = tree_leaves(state)  # perf[graph]
+                save_checkpoint(run_dir, args, kept)
+                row.zero_()
+                memory.zero_()
+                obs[:] = start_anew(args.seed, step + 1, envs)
+                truncated[:] = True  # the next step resets every env
+                rng = np.random.default_rng([args.seed, step + 1])
             if signals:
-                stopped_by = signals[0]
                 break
-            start_anew(step + 1)
 
     policy = GreedyRecurrentQNetwork(host_network, first_action)  # perf[host]
     example = torch.zeros(2, obs_dim), torch.zeros(2, 2 * args.hidden_size + num_actions)
-    finish_run(args, run_dir, writer, {"device": str(device)}, metrics, policy, *example)
+    finish_run(args, run_dir, metrics, writer, policy, *example)
     for resource in (progress, *envs):
         resource.close()
-    if stopped_by:
-        print("to go on: python", shlex.join([*sys.argv, "--resume", str(path or "auto")]), file=sys.stderr)
-        sys.exit(128 + stopped_by)
     return metrics
 
 
-if __name__ == "__main__":
+# ---------- From here on, every script is the same: checks, run folder, checkpoints, report, signals. ----------
+
+
+def fail(message: str):
+    """Ends the program with exit code 2 and one line on stderr."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def check_numbers(args: Args):
+    """Refuses numbers that are negative or NaN, counts of zero, and shares above 1."""
+    shares = ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+    may_be_zero = ("seed", "learning_starts", "checkpoint_interval", "lag")
+    for name, value in vars(args).items():
+        least = 1 if type(value) is int and name not in may_be_zero else 0
+        most = 1 if name in shares else 2**63 - 1
+        if type(value) in (int, float) and not least <= value <= most:  # NaN fails, too
+            fail(f"--{name.replace('_', '-')} must lie between {least} and {most}, not {value}.")
+
+
+def run_prefix(args: Args) -> str:
+    """What the folders of all runs of this script, env and seed begin with."""
+    return f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
+
+
+def start_run(args: Args, saved: dict) -> tuple[Path, SummaryWriter, torch.device]:
+    """Makes the run folder with its TensorBoard writer (W&B follows it), and picks the device."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not torch.distributed.is_initialized():
+        fail("this script is one process; start it with python, not with torchrun.")
+    device = torch.device("cuda:0" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_flush_denormal(True)  # to which Adam's moments of idle weights decay; a CPU is slow on them
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    run_dir = Path("runs", f"{run_prefix(args)}{datetime.now():%Y%m%d-%H%M%S-%f}")
+    try:
+        run_dir.mkdir(parents=True)  # fails if another run has it
+    except OSError as error:
+        fail(f"cannot make the run folder: {error}")
+    if args.track:
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+        names["id"] = saved.get("wandb_id")  # a resumed run goes on in the same W&B run
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, resume="allow")
+    writer = SummaryWriter(run_dir, flush_secs=10)
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    return run_dir, writer, device
+
+
+def save_checkpoint(run_dir: Path, args: Args, kept: dict):
+    """Replaces checkpoint.pt in one step: a kill leaves the old one or the new one, whole."""
+    kept["settings"] = {"script": Path(__file__).stem} | asdict(args)
+    kept["wandb_id"] = sys.modules["wandb"].run.id if args.track else None
+    try:
+        with open(run_dir / "checkpoint.new", "wb") as file:
+            torch.save(kept, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(run_dir / "checkpoint.new", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:  # a full disk does not end a run of days
+        print(f"\nerror: no checkpoint in {run_dir}: {error}", file=sys.stderr)
+
+
+def load_checkpoint(args: Args) -> dict:
+    """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
+    free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
+    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "ray_address"]
+    free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
+    settings = {"script": Path(__file__).stem} | asdict(args)
+    paths = [args.resume] if args.resume else []
+    if args.resume == "auto":
+        paths = [path for path in Path("runs").glob("*/checkpoint.pt") if path.parent.name.startswith(run_prefix(args))]
+        paths.sort(key=os.path.getmtime, reverse=True)
+    for path in paths:
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            for name, value in settings.items():
+                if name not in free and saved["settings"][name] != value:
+                    raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
+            return saved
+        except Exception as error:  # a damaged file may lead to any
+            message = f"cannot resume from {path}: {error!s:.300}"
+        if args.resume != "auto":
+            fail(message)
+        print(f"warning: {message}", file=sys.stderr)
+    return {}
+
+
+def report(losses: dict, parameters, last_returns, global_step: int, clock, writer, progress) -> dict:
+    """Logs and returns the metrics; exits if a loss or a parameter is not finite."""
+    norms = torch._foreach_norm([p.detach() for p in parameters])
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync
+    metrics = dict(zip(losses, values)) | {"global_step": global_step}
+    for name in losses:
+        writer.add_scalar(f"losses/{name}", metrics[name], global_step)
+    if not math.isfinite(sum(values)):
+        writer.close()
+        sys.exit(f"\nerror: not finite: {metrics}, norms of parameters {values[len(losses) :]}. Checkpoints are kept.")
+    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
+    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
+    progress.update(global_step - progress.n)
+    metrics["SPS"] = (global_step - clock[1]) / (time.perf_counter() - clock[0])  # since the last report
+    writer.add_scalar("charts/SPS", metrics["SPS"], global_step)
+    return metrics
+
+
+def finish_run(args: Args, run_dir: Path, metrics: dict, writer, policy: nn.Module, *example: Tensor):
+    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
+    summary = {"script": Path(__file__).stem, "args": asdict(args), "metrics": metrics}
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    writer.close()
+    if args.save_model:
+        shapes = ({0: torch.export.Dim("rows")},) * len(example)
+        program = torch.export.export(policy.cpu().requires_grad_(False), example, dynamic_shapes=shapes)
+        torch.export.save(program, run_dir / "policy.pt2", extra_files={"card.json": json.dumps(summary)})
+
+
+def run_until_signal(train):
+    """Reads the flags and trains; Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 makes train() save and stop."""
+    words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
+    args = tyro.cli(Args, args=words.split("\0")[1:])
     signals = []
 
     def remember(number: int, _):
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
 
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    try:
-        train(tyro.cli(Args), signals)
-    except RuntimeError as error:
-        if "allocate" not in str(error) or hasattr(error, "__notes__"):  # the note: an env has raised it
-            raise
-        sys.exit(f"\nerror: too little memory; lower --batch-size or --buffer-size. {error!s:.300}")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, remember)
+    train(args, signals)
+    if signals:
+        print("to go on, add --resume auto", file=sys.stderr)
+        sys.exit(128 + signals[0])
+
+
+if __name__ == "__main__":
+    run_until_signal(train)

@@ -261,13 +261,12 @@ def gradient_of_rank(model, loss_of, batch: dict, args: Args, idx: Tensor, momen
 
 
 def gather(games: list, signals: list[int], params: list[Tensor]) -> tuple[list, bool]:
-    """The games of all ranks by time, and whether a rank got a signal; exits if the parameters of ranks differ."""
+    """The games of all ranks by time, and whether a rank got a signal; their parameters must be equal."""
     norms = torch.stack([p.double().norm() for p in params]).tolist()
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (games, len(signals), str(norms)))  # as text, since NaN is not equal to NaN
     games_of_ranks, signals_of_ranks, norms_of_ranks = zip(*of_ranks)
-    if len(set(norms_of_ranks)) > 1:
-        sys.exit(f"error: the ranks have different parameters, whose norms are {norms_of_ranks}.")
+    assert len(set(norms_of_ranks)) == 1, f"the ranks have different parameters, whose norms are {norms_of_ranks}"
     return sorted(game for games in games_of_ranks for game in games), any(signals_of_ranks)
 
 
@@ -330,12 +329,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         for p, part in zip(params, bucket.split([p.numel() for p in params])):
             p.grad = part.as_strided(p.shape, p.stride())  # a view: gradients are computed in the bucket
             dist.broadcast(p.data, src=0)  # as DDP does
-    lr = torch.tensor(args.learning_rate, device=device)
+    lr = torch.tensor(args.learning_rate, device=device)  # a graph would keep a number
     optimizer = torch.optim.Adam(params, lr=lr, eps=1e-5, fused=True, capturable=args.cudagraphs)
     if saved:
         agent.load_state_dict(saved["agent"])
+        saved["optimizer"]["param_groups"] = optimizer.state_dict()["param_groups"]  # made for this device
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0] |= {"lr": lr, "capturable": args.cudagraphs}  # not those of the run before
     obs_buffer = torch.zeros(T, N, 84, 84, 4, dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)
     action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
     logprob_buffer = torch.zeros(T, N, device=device)
@@ -404,7 +403,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         for name, x in rollout.items():  # a graph reads fixed addresses: those of the first rollout
             batch.setdefault(name, x.flatten(0, 1)).copy_(x.flatten(0, 1))
         learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
-        lr.fill_(learning_rate)
+        optimizer.param_groups[0]["lr"].fill_(learning_rate)
         for _ in range(args.update_epochs):
             losses = dict(zip(PPO_LOSSES, mean_over_ranks(update_epoch())))
             if args.target_kl is not None and losses["approx_kl"] > args.target_kl:  # on all ranks or on none

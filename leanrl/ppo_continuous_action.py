@@ -14,7 +14,7 @@ Differences from CleanRL's ppo_continuous_action.py:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
 2. The step in which an env resets itself is masked out of the losses and the statistics of rewards.
 3. All envs share one normalizer of observations and one of rewards, which start without a prior.
-4. Actions are scaled: the policy's -1 .. 1 are the env's bounds, and clipped to them.
+4. The policy's actions are scaled, so that -1 .. 1 spans the bounds of the env, and then clipped.
 """
 
 import json
@@ -121,7 +121,7 @@ def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
 
 
 def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
-    """Center and scale of what maps -1 .. 1 to the bounds of a Box; 0 and 1 in dimensions that lack one."""
+    """Center and scale, which map -1 .. 1 to the bounds of a Box; 0 and 1 in dimensions that lack one."""
     is_bounded = (space.low > -1e30) & (space.high < 1e30)  # some envs write the largest float for no bound
     low = np.where(is_bounded, space.low, -1.0)
     high = np.where(is_bounded, space.high, 1.0)
@@ -141,7 +141,7 @@ class RunningMeanStd:
         if len(x) == 0:  # all envs only reset
             return
         if self.count == 0:
-            self.mean = np.mean(x, axis=0)  # deviations from 0 would lose digits where the numbers are large
+            self.mean += x.mean(0)  # deviations from 0 would lose digits where the numbers are large
         deviation = x - self.mean
         self.count += len(x)
         self.mean += np.add.reduce(deviation) / self.count
@@ -390,7 +390,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             break
 
     policy = NormalizedActor(agent, obs_stats, action_space)
-    finish_run(args, run_dir, metrics, writer, policy, torch.zeros(2, obs_dim))
+    finish_run(args, run_dir, metrics, writer, policy, torch.zeros(2, obs_dim, dtype=torch.float64))
     for resource in (progress, *envs):
         resource.close()
     return metrics

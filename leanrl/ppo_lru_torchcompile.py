@@ -9,7 +9,6 @@
 
 Papers: Schulman et al. 2017, https://arxiv.org/abs/1707.06347 ("eq."), Orvieto et al. 2023, arxiv.org/abs/2303.06349
 Plain twin: ppo_lru.py. docs/performance.md explains each perf[name].
-To learn the algorithm, read lru(), LRUAgent, gae(), ppo_loss() and train(). The rest is plumbing.
 Shapes: T = num_steps, N = num_envs; O = size of an observation, A = number of actions, H = hidden_size.
 How the memory is handled:
 1. Nothing is padded: where an episode starts, a factor of 0 drops the memory (picture: docs/memory.md).
@@ -22,20 +21,16 @@ import json
 import logging  # perf[capture]
 import math
 import os
+import random
 import re
-import shlex
 import signal
 import sys
 import time
-import warnings
-import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: idle threads spin briefly, then sleep
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import gymnasium as gym
 import numpy as np
 import torch
@@ -43,14 +38,12 @@ import torch.nn.functional as F
 import tyro
 from tensordict.nn import CudaGraphModule  # perf[capture]
 from torch import Tensor, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # perf[onednn]
 from torch.func import functional_call, grad_and_value  # perf[graph]
 from torch.utils._pytree import tree_leaves  # perf[graph]
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
-WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
 @dataclass
@@ -59,10 +52,10 @@ class Args:
     seed: int = 1  # seeds the agent and the envs; different seeds never share an env's random stream
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
-    device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
     env_id: str = "popgym:popgym-RepeatPreviousEasy-v0"  # any Gymnasium id with vectors and discrete actions
+    env_kwargs: str = "{}"  # settings of the env as JSON, e.g. '{"max_episode_length": 50}'
     total_timesteps: int = 500_000  # env steps, summed over all envs
     learning_rate: float = 1e-3  # learning rate of Adam
     num_envs: int = 32  # number of envs, stepped one after the other
@@ -94,62 +87,47 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
 
 
-def fail(message: str):
-    """Ends the program with exit code 2 and one line on stderr."""
-    print("error:", " ".join(message.split()), file=sys.stderr)  # a quoted message may span several lines
-    sys.exit(2)
-
-
-def check_numbers(args: Args):
-    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval", "lag")
-            least = 0 if may_be_zero else 1
-            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
-            if not least <= value < 2**63 or (is_share and value > 1):  # NaN fails, too
-                limits = "between 0 and 1" if is_share else f"at least {least} and below 2**63"
-                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
-
-
-def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
-    """Makes an env that observes flat vectors and records episode returns; fails on images and on other actions."""
+def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
+    """Makes an env that observes flat vectors; fails on images and on other actions."""
     try:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
-            env = gym.make(env_id)
+        env = gym.make(args.env_id, **json.loads(args.env_kwargs))
+        obs_dim = gym.spaces.flatdim(env.observation_space)
     except Exception as error:  # of the env's code, too
-        fail(f"cannot make the env {env_id!r}: {error}")  # the error names similar envs
-    space = env.observation_space
-    shape = space.shape or ()  # dicts and sequences have none
-    is_image = len(shape) > 2 or (len(shape) == 2 and space.dtype == np.uint8)
-    if len(shape) != 1:
-        env = gym.wrappers.FlattenObservation(env)
-    if is_image or not env.observation_space.shape or not isinstance(env.action_space, action_type):
-        fail(f"{env_id} maps {space} to {env.action_space}; needed: vectors to a {action_type.__name__}.")
-    return gym.wrappers.RecordEpisodeStatistics(env)
+        fail(f"cannot make the env {args.env_id!r} with {args.env_kwargs}: {error}")  # the error names similar envs
+    if obs_dim > 4096:
+        fail(f"{args.env_id} observes {env.observation_space}; needed: vectors of at most 4,096 numbers, not images.")
+    if not isinstance(env.action_space, action_type):
+        fail(f"{args.env_id} takes actions in {env.action_space}; needed: a {action_type.__name__}.")
+    return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
 
 
-def step_envs(envs: list[gym.Env], global_step: int, action, obs, reward, terminated, truncated) -> list[dict]:
-    """Steps every env, writes the results into the last four arrays, and returns the episodes that ended.
-
-    An env whose episode has ended is reset instead; that step ignores the action and has reward 0 (autoreset mode
-    NEXT_STEP). An episode is a dict with its return "r" and its length "l".
-    """
+def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
+    """Steps every env into the arrays after `action`; returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
-        try:
-            if terminated[i] or truncated[i]:
-                obs[i], _ = env.reset()
-                reward[i] = 0
-                terminated[i] = truncated[i] = False
-                continue
-            obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
-        except Exception as error:
-            error.add_note(f"error: env {i} raised this in env step {global_step}. Earlier checkpoints are kept.")
-            raise
-        if "episode" in info:
-            episodes.append(info["episode"])
+        if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
+            obs[i], _ = env.reset()
+            reward[i] = 0
+            terminated[i] = truncated[i] = False
+            totals[:, i] = 0
+            continue
+        obs[i], paid, terminated[i], truncated[i], _ = env.step(action[i])
+        reward[i] = paid
+        totals[:, i] += paid, 1
+        if terminated[i] or truncated[i]:
+            episodes.append(tuple(totals[:, i].tolist()))
     return episodes
+
+
+def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
+    """Seeds all by seed and step: what follows depends on these alone. Returns the first observations."""
+    first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
+    random.seed(first)  # an env may draw from this generator, and from the next
+    np.random.seed(first)  # noqa: NPY002
+    torch.manual_seed(first)
+    for i, env in enumerate(envs):
+        env.unwrapped.action_space.seed((first + i) % 2**31)
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]
 
 
 def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
@@ -322,15 +300,12 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
 def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: float):
     """A step of Adam in place (Kingma & Ba 2015, end of section 2)."""
     step += 1  # perf[tensor] step and lr are tensors: numbers would be compiled as constants
-    power = (step * math.log(0.9)).exp()  # 0.9**step would be slow, see docs/performance.md
-    power_sq = (step * math.log(0.999)).exp()
-    unbias = (1 - power_sq).sqrt()
-    rate = lr * unbias / (1 - power)
-    eps = eps * unbias
+    unbias = (1 - 0.999**step).sqrt()
+    rate = lr * unbias / (1 - 0.9**step)
     for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs):
         exp_avg.lerp_(grad, 0.1)
         exp_avg_sq.lerp_(grad**2, 0.001)
-        param.sub_(rate * exp_avg / (exp_avg_sq.sqrt() + eps))
+        param.sub_(rate * exp_avg / (exp_avg_sq.sqrt() + eps * unbias))
 
 
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -339,171 +314,8 @@ def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
-def pick_device(args: Args) -> torch.device:
-    """The device that the flags name; fails if it cannot be used."""
-    default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
-    try:
-        number = torch.zeros((), device=args.device or default)
-        number.item()  # a device like "meta" has none
-    except Exception as error:
-        fail(f"cannot use the device {args.device or default}: {error!s:.300}")
-    if number.is_cuda:
-        torch.cuda.set_device(number.device)
-    return number.device
-
-
-# perf[onednn] on Zen 5: PyTorch multiplies by MKL, which leaves AMD's AVX-512 unused; oneDNN does not
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product (M, N) of (M, K) and (K, N), plus a bias (N,); or (B, M, N) of B such pairs."""
-    if a.dim() == 3:
-        products = torch.empty(*a.shape[:2], b.shape[2])
-        for x, y, xy in zip(a, b, products):
-            xy.copy_(product(x, y))
-        return products
-    b = b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()  # slices are slow
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
-
-
-torch.library.custom_op("leanrl::product", product, mutates_args=()).register_fake(lambda a, b, bias=None: a @ b)
-
-
-class ProductsByOneDNN(CustomGraphPass):
-    """Replaces the float32 products in a compiled graph, except small ones: a call costs too much."""
-
-    def __call__(self, graph: torch.fx.Graph):
-        for node in graph.nodes:
-            if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default):
-                *bias, a, b = node.args
-                is_large = math.prod(node.meta["val"].shape[-2:]) * a.meta["val"].shape[-1] >= 2**23
-                if is_large and a.meta["val"].dtype == torch.float32 and not node.kwargs:
-                    node.target = torch.ops.leanrl.product.default
-                    node.args = (a, b, *bias)
-                    values = [a.meta["val"].contiguous()] + [x.meta["val"] for x in (b, *bias)]
-                    node.meta["eager_input_vals"] = (values, {})  # else oneDNN copies a, slowly
-
-    def uuid(self) -> bytes:  # names what this file does in the compiler's cache
-        return get_hash_for_files((__file__,))
-
-
-def start_run(args: Args) -> tuple[Path, SummaryWriter]:
-    """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = Path("runs", re.sub("[/:]", "_", run_name))
-    try:
-        if args.track:
-            import wandb
-
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
-        run_dir.mkdir(parents=True)  # fails if another run has it
-    except Exception as error:
-        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
-    torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.tf32
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    writer = SummaryWriter(run_dir, flush_secs=10)
-    writer.add_text("args", json.dumps(asdict(args), indent=2))
-    (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
-    return run_dir, writer
-
-
-def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
-    """Replaces checkpoint.pt; the one before becomes checkpoint.old. Returns the path, or None if it fails."""
-    path = run_dir / "checkpoint.pt"
-    new = run_dir / "checkpoint.new"
-    try:
-        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
-            raise OSError("the replay holds NaN or infinity")
-        with new.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            path.replace(run_dir / "checkpoint.old")
-        new.replace(path)
-        return path
-    except (OSError, RuntimeError) as error:
-        print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
-        new.unlink(missing_ok=True)
-        return None
-
-
-def load_checkpoint(args: Args, made_by: list) -> dict:
-    """The checkpoint that --resume names, of the same script, env and sizes; "auto": of the newest run, or {}."""
-    paths = [Path(args.resume)]
-    if args.resume == "auto":
-        name = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__")  # a time follows
-        runs = [run for run in Path("runs").glob("*") if re.fullmatch(re.escape(name) + r"[\d-]{22}", run.name)]
-        paths = [path for run in sorted(runs)[::-1] for path in sorted(run.glob("checkpoint.[po]*"))[::-1]]  # pt, old
-    for path in paths:
-        try:
-            damaged = zipfile.ZipFile(path).testzip()  # torch.load() does not look at the checksums
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-            if not damaged and saved["made_by"] == made_by:
-                return saved
-            message = f"{path} is damaged" if damaged else f"{path} is of {saved['made_by']}, not of {made_by}"
-        except Exception as error:  # a damaged file may lead to any
-            message = f"{path} cannot be read: {error!r:.300}"
-        if args.resume != "auto":
-            fail(f"--resume: {message}.")
-        print(f"warning: {message}.", file=sys.stderr)
-    return {}
-
-
-def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
-    global_step = marks[-1][1]
-    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
-    names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
-    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync, if all is well
-    metrics = dict(zip(losses, values))
-    for name, loss in metrics.items():
-        writer.add_scalar(f"losses/{name}", loss, global_step)
-    for name, value in zip(names, values):
-        if not math.isfinite(value):
-            progress.close()
-            writer.close()
-            advice = "a smaller learning rate may help"
-            if not all(x.isfinite().all() for x in data):
-                advice = "an observation, a reward or an action is not finite, either"
-            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
-    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
-    seconds, steps = np.array(marks).T
-    warm = min(WARMUP_REPORTS, len(marks) - 2)
-    metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
-    # compilation, capture, cold caches: how much longer the warm-up took than as many steps take now
-    metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
-    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
-    writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
-    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
-    progress.update(global_step - progress.n)
-    return metrics | {"global_step": global_step}
-
-
-def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, *example):
-    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
-    summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
-    try:
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():  # for W&B, too
-            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
-        writer.close()
-        if args.save_model:
-            for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
-                p.data = p.clone(memory_format=torch.contiguous_format)
-            rows = {0: torch.export.Dim("rows")}
-            program = torch.export.export(policy, example, dynamic_shapes=(rows,) * len(example))
-            torch.export.save(program, run_dir / "new.pt2", extra_files={"card.json": json.dumps(summary)})
-            (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
-    except (OSError, RuntimeError) as error:
-        print(f"error: cannot save the results: {error}", file=sys.stderr)
-
-
-@torch.compiler.set_stance("default")  # perf[guards] guards are back when train ends, even by an error
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
-    """Trains an agent and returns the final metrics; after a signal it saves and exits instead."""
+    """Trains an agent and returns the final metrics; a signal makes it save and stop early."""
     check_numbers(args)
     T = args.num_steps
     N = args.num_envs
@@ -513,28 +325,26 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         fail(f"--total-timesteps must be at least {batch_size}, a rollout.")
     if N % args.num_minibatches:
         fail(f"--num-minibatches must divide --num-envs ({N}): a minibatch holds whole envs.")
-    envs = [make_env(args.env_id, gym.spaces.Discrete) for _ in range(N)]
+    saved = load_checkpoint(args)
+    first_iteration = saved.get("iteration", 0)
+    if first_iteration >= num_iterations:
+        fail("nothing is left to do; raise --total-timesteps to go on.")
+    start_anew(args.seed, 0, [])  # seeds what makes envs and networks
+    envs = [make_env(args, gym.spaces.Discrete) for _ in range(N)]
     obs_dim = envs[0].observation_space.shape[0]
     num_actions = int(envs[0].action_space.n)
     first_action = int(envs[0].action_space.start)
-    made_by = [Path(__file__).stem, args.env_id, T, N, obs_dim, num_actions, args.hidden_size]
-    saved = load_checkpoint(args, made_by) if args.resume is not None else {}
-    first_iteration = saved.get("iteration", 0)
-    if first_iteration >= num_iterations:
-        print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
-        sys.exit(0)
-    device = pick_device(args)
+    run_dir, writer, device = start_run(args, saved)
     if args.cudagraphs and device.type != "cuda":  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
-    run_dir, writer = start_run(args)
 
     inputs = np.zeros((N, obs_dim + num_actions), np.float32)  # an observation, and the previous action as one-hot
     obs = inputs[:, :obs_dim]
-    for i, env in enumerate(envs):
-        obs[i], _ = env.reset(seed=10_000 * args.seed + i)  # later resets continue the env's stream
     reward = np.zeros(N)
-    terminated, truncated = np.zeros((2, N), bool)
+    terminated = np.zeros(N, bool)
+    truncated = np.full(N, first_iteration > 0)  # a resumed run begins with a reset, as the run did that was saved
+    totals = np.zeros((2, N))  # return and length of the open episodes
 
     agent = LRUAgent(obs_dim + num_actions, num_actions, args.hidden_size).to(device).requires_grad_(False)
     parameters = dict(agent.named_parameters())
@@ -542,19 +352,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     lr = torch.zeros((), device=device)  # perf[tensor] a number would keep the value it was compiled with
     state = torch.zeros(N, 2 * args.hidden_size)  # perf[host]
 
-    def start_anew(iteration: int):
-        """Cuts the open episodes off and seeds anew by seed and iteration, so that a resumed run goes on alike."""
-        seeds = np.random.SeedSequence([args.seed, iteration]).generate_state(N + 1).tolist()
-        torch.manual_seed(seeds[N])
-        for env, seed in zip(envs, seeds):
-            env.reset(seed=seed)
-        truncated[:] = True  # the next step resets every env, and with it the memory
-
+    obs[:] = start_anew(args.seed, first_iteration, envs)
     learned = {"parameters": parameters, "adam": adam}  # perf[graph] the state of a run is tensors alone
     if saved:
-        for tensor, saved_tensor in zip(tree_leaves(learned), tree_leaves(saved["state"]), strict=True):  # perf[graph]
-            tensor.copy_(saved_tensor.view_as(tensor))
-        start_anew(first_iteration)
+        for tensor, saved_tensor in zip(tree_leaves(learned), saved["state"]):  # perf[graph]
+            tensor.copy_(saved_tensor)
 
     host_agent = copy.deepcopy(agent).cpu()  # perf[host] acts beside the envs: a GPU would be waited for
     agent.recurrence = lru_scan  # perf[scan]
@@ -586,11 +388,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses
 
     if args.compile:  # perf[graph]; update_epoch() calls the compiled update from here on
-        options = {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}  # perf[cpp] perf[tanh]
-        cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-        if "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
-            options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
-        update = torch.compile(update, fullgraph=True, options=options)
+        update = torch.compile(update, fullgraph=True)
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         update_epoch = CudaGraphModule(update_epoch, warmup=3)
@@ -598,10 +396,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     global_step = first_iteration * batch_size
     progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
-    marks = [(time.perf_counter(), global_step)]
+    clock = time.perf_counter(), global_step  # of the last report
     interval = args.checkpoint_interval or math.inf
-    saved_at = global_step
-    path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
     for iteration in range(first_iteration, num_iterations):
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log().cpu()  # Gumbel noise
         first_state = state
@@ -612,16 +408,17 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 logits, value[t], state = host_agent(input_buffer[t : t + 1], state)
                 action_buffer[t] = (logits[0] + noise[t]).argmax(-1)  # this samples from softmax(logits)
                 logprob_buffer[t], _ = categorical_logprob_entropy(action_buffer[t], logits[0])
-            env_action = action_buffer[t].numpy()  # perf[host] no sync
+            action = action_buffer[t].numpy()  # perf[host] no sync
 
             # step and store
             valid = ~(terminated | truncated)  # an env whose episode has ended only resets
             global_step += N
-            for episode in step_envs(envs, global_step, first_action + env_action, obs, reward, terminated, truncated):
-                writer.add_scalar("charts/episodic_return", episode["r"], global_step)
-                writer.add_scalar("charts/episodic_length", episode["l"], global_step)
-                last_returns.append(float(episode["r"]))
-            inputs[:, obs_dim:] = np.eye(num_actions)[env_action] * valid[:, None]  # no action precedes an episode
+            env_action = first_action + action
+            for return_, length in step_envs(envs, env_action, obs, reward, terminated, truncated, totals):
+                writer.add_scalar("charts/episodic_return", return_, global_step)
+                writer.add_scalar("charts/episodic_length", length, global_step)
+                last_returns.append(return_)
+            inputs[:, obs_dim:] = np.eye(num_actions)[action] * valid[:, None]  # no action precedes an episode
             env_buffer[:, t] = args.reward_scale * reward, terminated, terminated | truncated, valid
 
         # learn
@@ -641,47 +438,167 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             losses = dict(zip(PPO_LOSSES, update_epoch(torch.randperm(N, device=device))))
         host_agent.load_state_dict(agent.state_dict())  # perf[host]
 
-        # report
+        # report and save
         losses["explained_variance"] = explained_variance(batch)
-        marks.append((time.perf_counter(), global_step))
-        metrics = report(losses, parameters, [input_buffer, reward_buffer], last_returns, marks, writer, progress)
+        metrics = report(losses, parameters.values(), last_returns, global_step, clock, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-        if args.compile:  # perf[guards] all is compiled by now: skip the guards
-            torch.compiler.set_stance(skip_guard_eval_unsafe=True)
-
-        # save
-        if signals or global_step // interval > saved_at // interval:
-            kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
-            kept["last_returns"] = list(last_returns)
-            kept["state"] = learned  # perf[graph]
-            path = save_checkpoint(run_dir, kept)
-            saved_at = global_step
-            if signals:
-                stopped_by = signals[0]
-                break
-            start_anew(iteration + 1)
+        is_due = global_step // interval > clock[1] // interval
+        clock = time.perf_counter(), global_step
+        if is_due or signals:
+            kept = {"iteration": iteration + 1, "last_returns": list(last_returns)}
+            kept["state"] = tree_leaves(learned)  # perf[graph]
+            save_checkpoint(run_dir, args, kept)
+            start_anew(args.seed, iteration + 1, envs)
+            truncated[:] = True  # the next step resets every env, and with it the memory
+        if signals:
+            break
 
     policy = GreedyRecurrentAgent(host_agent, first_action)  # perf[host]
     example = torch.zeros(2, obs_dim), torch.zeros(2, 2 * args.hidden_size + num_actions)
-    finish_run(args, run_dir, writer, {"device": str(device)}, metrics, policy, *example)
+    finish_run(args, run_dir, metrics, writer, policy, *example)
     for resource in (progress, *envs):
         resource.close()
-    if stopped_by:
-        print("to go on: python", shlex.join([*sys.argv, "--resume", str(path or "auto")]), file=sys.stderr)
-        sys.exit(128 + stopped_by)
     return metrics
 
 
-if __name__ == "__main__":
+# ---------- From here on, every script is the same: checks, run folder, checkpoints, report, signals. ----------
+
+
+def fail(message: str):
+    """Ends the program with exit code 2 and one line on stderr."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def check_numbers(args: Args):
+    """Refuses numbers that are negative or NaN, counts of zero, and shares above 1."""
+    shares = ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+    may_be_zero = ("seed", "learning_starts", "checkpoint_interval", "lag")
+    for name, value in vars(args).items():
+        least = 1 if type(value) is int and name not in may_be_zero else 0
+        most = 1 if name in shares else 2**63 - 1
+        if type(value) in (int, float) and not least <= value <= most:  # NaN fails, too
+            fail(f"--{name.replace('_', '-')} must lie between {least} and {most}, not {value}.")
+
+
+def run_prefix(args: Args) -> str:
+    """What the folders of all runs of this script, env and seed begin with."""
+    return f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
+
+
+def start_run(args: Args, saved: dict) -> tuple[Path, SummaryWriter, torch.device]:
+    """Makes the run folder with its TensorBoard writer (W&B follows it), and picks the device."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not torch.distributed.is_initialized():
+        fail("this script is one process; start it with python, not with torchrun.")
+    device = torch.device("cuda:0" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_flush_denormal(True)  # to which Adam's moments of idle weights decay; a CPU is slow on them
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    run_dir = Path("runs", f"{run_prefix(args)}{datetime.now():%Y%m%d-%H%M%S-%f}")
+    try:
+        run_dir.mkdir(parents=True)  # fails if another run has it
+    except OSError as error:
+        fail(f"cannot make the run folder: {error}")
+    if args.track:
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+        names["id"] = saved.get("wandb_id")  # a resumed run goes on in the same W&B run
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, resume="allow")
+    writer = SummaryWriter(run_dir, flush_secs=10)
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    return run_dir, writer, device
+
+
+def save_checkpoint(run_dir: Path, args: Args, kept: dict):
+    """Replaces checkpoint.pt in one step: a kill leaves the old one or the new one, whole."""
+    kept["settings"] = {"script": Path(__file__).stem} | asdict(args)
+    kept["wandb_id"] = sys.modules["wandb"].run.id if args.track else None
+    try:
+        with open(run_dir / "checkpoint.new", "wb") as file:
+            torch.save(kept, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(run_dir / "checkpoint.new", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:  # a full disk does not end a run of days
+        print(f"\nerror: no checkpoint in {run_dir}: {error}", file=sys.stderr)
+
+
+def load_checkpoint(args: Args) -> dict:
+    """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
+    free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
+    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "ray_address"]
+    free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
+    settings = {"script": Path(__file__).stem} | asdict(args)
+    paths = [args.resume] if args.resume else []
+    if args.resume == "auto":
+        paths = [path for path in Path("runs").glob("*/checkpoint.pt") if path.parent.name.startswith(run_prefix(args))]
+        paths.sort(key=os.path.getmtime, reverse=True)
+    for path in paths:
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            for name, value in settings.items():
+                if name not in free and saved["settings"][name] != value:
+                    raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
+            return saved
+        except Exception as error:  # a damaged file may lead to any
+            message = f"cannot resume from {path}: {error!s:.300}"
+        if args.resume != "auto":
+            fail(message)
+        print(f"warning: {message}", file=sys.stderr)
+    return {}
+
+
+def report(losses: dict, parameters, last_returns, global_step: int, clock, writer, progress) -> dict:
+    """Logs and returns the metrics; exits if a loss or a parameter is not finite."""
+    norms = torch._foreach_norm([p.detach() for p in parameters])
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync
+    metrics = dict(zip(losses, values)) | {"global_step": global_step}
+    for name in losses:
+        writer.add_scalar(f"losses/{name}", metrics[name], global_step)
+    if not math.isfinite(sum(values)):
+        writer.close()
+        sys.exit(f"\nerror: not finite: {metrics}, norms of parameters {values[len(losses) :]}. Checkpoints are kept.")
+    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
+    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
+    progress.update(global_step - progress.n)
+    metrics["SPS"] = (global_step - clock[1]) / (time.perf_counter() - clock[0])  # since the last report
+    writer.add_scalar("charts/SPS", metrics["SPS"], global_step)
+    return metrics
+
+
+def finish_run(args: Args, run_dir: Path, metrics: dict, writer, policy: nn.Module, *example: Tensor):
+    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
+    summary = {"script": Path(__file__).stem, "args": asdict(args), "metrics": metrics}
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    writer.close()
+    if args.save_model:
+        shapes = ({0: torch.export.Dim("rows")},) * len(example)
+        program = torch.export.export(policy.cpu().requires_grad_(False), example, dynamic_shapes=shapes)
+        torch.export.save(program, run_dir / "policy.pt2", extra_files={"card.json": json.dumps(summary)})
+
+
+def run_until_signal(train):
+    """Reads the flags and trains; Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 makes train() save and stop."""
+    words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
+    args = tyro.cli(Args, args=words.split("\0")[1:])
     signals = []
 
     def remember(number: int, _):
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
 
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    try:
-        train(tyro.cli(Args), signals)
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"\nerror: too little memory on the GPU; lower --num-envs or --num-steps. {error!s:.300}")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, remember)
+    train(args, signals)
+    if signals:
+        print("to go on, add --resume auto", file=sys.stderr)
+        sys.exit(128 + signals[0])
+
+
+if __name__ == "__main__":
+    run_until_signal(train)
