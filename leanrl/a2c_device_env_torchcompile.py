@@ -10,37 +10,30 @@
 Paper: Mnih et al. 2016, https://arxiv.org/abs/1602.01783, section 4.
 REINFORCE (Williams 1992) is A2C with --num-steps 500 --gae-lambda 1, not compiled; the value is its baseline.
 Plain twin: a2c_device_env.py. docs/performance.md explains each perf[name].
-To learn the algorithm, read step_device(), gae(), a2c_loss() and train(); to add an env, see docs/device.md.
 Shapes: T = num_steps, N = num_envs; O = size of an observation, A = number of actions.
 Differences from the paper:
 1. Adam instead of RMSProp, advantages by GAE, and one learner whose envs step together.
 2. Values are bootstrapped through a truncation; the step in which an env resets itself is masked out.
 """
 
-import ctypes
 import difflib
 import json
 import logging  # perf[capture]
 import math
 import os
 import re
-import shlex
 import signal
 import sys
 import time
-import zipfile
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: idle threads spin briefly, then sleep
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import numpy as np
 import torch
 import tyro
 from tensordict.nn import CudaGraphModule  # perf[capture]
 from torch import Tensor, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # perf[onednn]
 from torch.func import functional_call, grad_and_value  # perf[graph]
 from torch.utils._pytree import tree_leaves  # perf[graph]
 from torch.utils.tensorboard import SummaryWriter
@@ -48,7 +41,6 @@ from tqdm import tqdm
 
 A2C_LOSSES = ("policy_loss", "value_loss", "entropy")  # by a2c_loss
 REPORT_EVERY = 10  # rollouts between two reports, in which the host waits for the device
-WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
 @dataclass
@@ -57,7 +49,6 @@ class Args:
     seed: int = 1  # seeds the agent and the envs
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
-    device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
     env_id: str = "CartPole-v1"  # an env of this file, by its name in ENVS
@@ -84,24 +75,6 @@ class Args:
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
     wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
-
-
-def fail(message: str):
-    """Ends the program with exit code 2 and one line on stderr."""
-    print("error:", " ".join(message.split()), file=sys.stderr)  # a quoted message may span several lines
-    sys.exit(2)
-
-
-def check_numbers(args: Args):
-    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval", "lag")
-            least = 0 if may_be_zero else 1
-            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
-            if not least <= value < 2**63 or (is_share and value > 1):  # NaN fails, too
-                limits = "between 0 and 1" if is_share else f"at least {least} and below 2**63"
-                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
 
 
 class CartPole:
@@ -232,26 +205,13 @@ def first_envs(env: type, num_envs: int, device: torch.device) -> dict[str, Tens
     return envs | {"last_return": unknown.clone(), "last_length": torch.zeros_like(clock)}
 
 
-class FirstLayer(nn.Module):
-    """A linear layer whose weights are (in, out): for many rows of few inputs, a CPU computes their gradient faster."""
-
-    def __init__(self, in_dim: int, out_dim: int):
-        super().__init__()
-        weight = nn.init.orthogonal_(torch.empty(out_dim, in_dim), 2**0.5)
-        self.weight = nn.Parameter(weight.t().contiguous())
-        self.bias = nn.Parameter(torch.zeros(out_dim))
-
-    def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        return x @ self.weight + self.bias
-
-
-def mlp_for_many_rows(in_dim: int, out_dim: int, out_gain: float) -> nn.Sequential:
+def mlp(in_dim: int, out_dim: int, out_gain: float) -> nn.Sequential:
     """Two hidden layers of 64 tanh units, with orthogonal weights and zero biases."""
-    layers = [nn.Linear(64, 64), nn.Linear(64, out_dim)]
-    for layer, gain in zip(layers, (2**0.5, out_gain)):
+    layers = [nn.Linear(in_dim, 64), nn.Linear(64, 64), nn.Linear(64, out_dim)]
+    for layer, gain in zip(layers, (2**0.5, 2**0.5, out_gain)):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(FirstLayer(in_dim, 64), nn.Tanh(), layers[0], nn.Tanh(), layers[1])
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
 class DiscreteAgent(nn.Module):
@@ -259,8 +219,8 @@ class DiscreteAgent(nn.Module):
 
     def __init__(self, obs_dim: int, num_actions: int):
         super().__init__()
-        self.critic = mlp_for_many_rows(obs_dim, 1, out_gain=1.0)
-        self.actor = mlp_for_many_rows(obs_dim, num_actions, out_gain=0.01)  # so the first actions are almost uniform
+        self.critic = mlp(obs_dim, 1, out_gain=1.0)
+        self.actor = mlp(obs_dim, num_actions, out_gain=0.01)  # so the first actions are almost uniform
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:  # (.., O) -> logits (.., A), value (..)
         obs = obs.float()
@@ -344,15 +304,12 @@ def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
 def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: float):
     """A step of Adam in place (Kingma & Ba 2015, end of section 2)."""
     step += 1  # perf[tensor] step and lr are tensors: numbers would be compiled as constants
-    power = (step * math.log(0.9)).exp()  # 0.9**step would be slow, see docs/performance.md
-    power_sq = (step * math.log(0.999)).exp()
-    unbias = (1 - power_sq).sqrt()
-    rate = lr * unbias / (1 - power)
-    eps = eps * unbias
+    unbias = (1 - 0.999**step).sqrt()
+    rate = lr * unbias / (1 - 0.9**step)
     for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs):
         exp_avg.lerp_(grad, 0.1)
         exp_avg_sq.lerp_(grad**2, 0.001)
-        param.sub_(rate * exp_avg / (exp_avg_sq.sqrt() + eps))
+        param.sub_(rate * exp_avg / (exp_avg_sq.sqrt() + eps * unbias))
 
 
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -361,179 +318,8 @@ def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
-def keep_freed_memory():
-    """Lets glibc keep freed memory: mapping it anew costs a page fault for every 4 kB."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: map no large block on its own
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never give back the end of the heap
-
-
-def pick_device(args: Args) -> torch.device:
-    """The device that the flags name; fails if it cannot be used."""
-    default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
-    try:
-        number = torch.zeros((), device=args.device or default)
-        number.item()  # a device like "meta" has none
-    except Exception as error:
-        fail(f"cannot use the device {args.device or default}: {error!s:.300}")
-    if number.is_cuda:
-        torch.cuda.set_device(number.device)
-    return number.device
-
-
-# perf[onednn] on Zen 5: PyTorch multiplies by MKL, which leaves AMD's AVX-512 unused; oneDNN does not
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product (M, N) of (M, K) and (K, N), plus a bias (N,); or (B, M, N) of B such pairs."""
-    if a.dim() == 3:
-        products = torch.empty(*a.shape[:2], b.shape[2])
-        for x, y, xy in zip(a, b, products):
-            xy.copy_(product(x, y))
-        return products
-    b = b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()  # slices are slow
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
-
-
-torch.library.custom_op("leanrl::product", product, mutates_args=()).register_fake(lambda a, b, bias=None: a @ b)
-
-
-class ProductsByOneDNN(CustomGraphPass):
-    """Replaces the float32 products in a compiled graph, except small ones: a call costs too much."""
-
-    def __call__(self, graph: torch.fx.Graph):
-        for node in graph.nodes:
-            if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default):
-                *bias, a, b = node.args
-                is_large = math.prod(node.meta["val"].shape[-2:]) * a.meta["val"].shape[-1] >= 2**23
-                if is_large and a.meta["val"].dtype == torch.float32 and not node.kwargs:
-                    node.target = torch.ops.leanrl.product.default
-                    node.args = (a, b, *bias)
-                    values = [a.meta["val"].contiguous()] + [x.meta["val"] for x in (b, *bias)]
-                    node.meta["eager_input_vals"] = (values, {})  # else oneDNN copies a, slowly
-
-    def uuid(self) -> bytes:  # names what this file does in the compiler's cache
-        return get_hash_for_files((__file__,))
-
-
-def start_run(args: Args) -> tuple[Path, SummaryWriter]:
-    """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = Path("runs", re.sub("[/:]", "_", run_name))
-    try:
-        if args.track:
-            import wandb
-
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
-        run_dir.mkdir(parents=True)  # fails if another run has it
-    except Exception as error:
-        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
-    torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.tf32
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    writer = SummaryWriter(run_dir, flush_secs=10)
-    writer.add_text("args", json.dumps(asdict(args), indent=2))
-    (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
-    return run_dir, writer
-
-
-def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
-    """Replaces checkpoint.pt; the one before becomes checkpoint.old. Returns the path, or None if it fails."""
-    path = run_dir / "checkpoint.pt"
-    new = run_dir / "checkpoint.new"
-    try:
-        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
-            raise OSError("the replay holds NaN or infinity")
-        with new.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            path.replace(run_dir / "checkpoint.old")
-        new.replace(path)
-        return path
-    except (OSError, RuntimeError) as error:
-        print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
-        new.unlink(missing_ok=True)
-        return None
-
-
-def load_checkpoint(args: Args, made_by: list) -> dict:
-    """The checkpoint that --resume names, of the same script, env and sizes; "auto": of the newest run, or {}."""
-    paths = [Path(args.resume)]
-    if args.resume == "auto":
-        name = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__")  # a time follows
-        runs = [run for run in Path("runs").glob("*") if re.fullmatch(re.escape(name) + r"[\d-]{22}", run.name)]
-        paths = [path for run in sorted(runs)[::-1] for path in sorted(run.glob("checkpoint.[po]*"))[::-1]]  # pt, old
-    for path in paths:
-        try:
-            damaged = zipfile.ZipFile(path).testzip()  # torch.load() does not look at the checksums
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-            if not damaged and saved["made_by"] == made_by:
-                return saved
-            message = f"{path} is damaged" if damaged else f"{path} is of {saved['made_by']}, not of {made_by}"
-        except Exception as error:  # a damaged file may lead to any
-            message = f"{path} cannot be read: {error!r:.300}"
-        if args.resume != "auto":
-            fail(f"--resume: {message}.")
-        print(f"warning: {message}.", file=sys.stderr)
-    return {}
-
-
-def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
-    global_step = marks[-1][1]
-    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
-    names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
-    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync, if all is well
-    metrics = dict(zip(losses, values))
-    for name, loss in metrics.items():
-        writer.add_scalar(f"losses/{name}", loss, global_step)
-    for name, value in zip(names, values):
-        if not math.isfinite(value):
-            progress.close()
-            writer.close()
-            advice = "a smaller learning rate may help"
-            if not all(x.isfinite().all() for x in data):
-                advice = "an observation, a reward or an action is not finite, either"
-            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
-    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
-    seconds, steps = np.array(marks).T
-    warm = min(WARMUP_REPORTS, len(marks) - 2)
-    metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
-    # compilation, capture, cold caches: how much longer the warm-up took than as many steps take now
-    metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
-    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
-    writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
-    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
-    progress.update(global_step - progress.n)
-    return metrics | {"global_step": global_step}
-
-
-def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, *example):
-    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
-    summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
-    try:
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():  # for W&B, too
-            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
-        writer.close()
-        if args.save_model:
-            for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
-                p.data = p.clone(memory_format=torch.contiguous_format)
-            rows = {0: torch.export.Dim("rows")}
-            program = torch.export.export(policy, example, dynamic_shapes=(rows,) * len(example))
-            torch.export.save(program, run_dir / "new.pt2", extra_files={"card.json": json.dumps(summary)})
-            (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
-    except (OSError, RuntimeError) as error:
-        print(f"error: cannot save the results: {error}", file=sys.stderr)
-
-
-@torch.compiler.set_stance("default")  # perf[guards] guards are back when train ends, even by an error
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
-    """Trains an agent and returns the final metrics; after a signal it saves and exits instead."""
+    """Trains an agent and returns the final metrics; a signal makes it save and stop early."""
     check_numbers(args)
     T = args.num_steps
     N = args.num_envs
@@ -547,20 +333,17 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         near = difflib.get_close_matches(args.env_id, ENVS, cutoff=0)
         fail(f"no env {args.env_id!r} in this file; try {', '.join(near)}.")
     env = ENVS[args.env_id]
-    device = pick_device(args)
-    made_by = [Path(__file__).stem, args.env_id, T, N, device.type]
-    saved = load_checkpoint(args, made_by) if args.resume is not None else {}
+    saved = load_checkpoint(args)
     first_iteration = saved.get("iteration", 0)
     if first_iteration >= num_iterations:
-        print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
-        sys.exit(0)
-    keep_freed_memory()
+        fail("nothing is left to do; raise --total-timesteps to go on.")
     if args.compile and T > 64:  # perf[graph] all steps of a rollout are in one graph
         fail("--compile takes many minutes with --num-steps above 64; lower it, or leave --compile out.")
+    run_dir, writer, device = start_run(args, saved)
     if args.cudagraphs and device.type != "cuda":  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
-    run_dir, writer = start_run(args)
+    torch.manual_seed(args.seed)
 
     agent = DiscreteAgent(env.obs_dim, env.num_actions).to(device).requires_grad_(False)
     shapes = {name: p.shape for name, p in agent.named_parameters()}
@@ -570,12 +353,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     lr = torch.zeros((), device=device)  # perf[tensor] a number would keep the value it was compiled with
     envs = first_envs(env, N, device)
 
-    parameters = {"agent": flat}
     state = {"flat": flat, "adam": adam, "envs": envs}  # perf[graph] the state of a run is tensors alone
     random = torch.cuda if device.type == "cuda" else torch  # whose generator draws all that follows
     if saved:
-        for tensor, saved_tensor in zip(tree_leaves(state), tree_leaves(saved["state"]), strict=True):  # perf[graph]
-            tensor.copy_(saved_tensor.view_as(tensor))
+        for tensor, saved_tensor in zip(tree_leaves(state), saved["state"]):  # perf[graph]
+            tensor.copy_(saved_tensor)
         random.set_rng_state(saved["rng_state"])
 
     def step(envs: dict, noise: Tensor, uniform: Tensor) -> tuple[dict, dict]:
@@ -615,21 +397,15 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses
 
     if args.compile:  # perf[graph]
-        options = {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}  # perf[cpp] perf[tanh]
-        cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-        if "AMD" in cpu.get("cpu_name", "") and cpu.get("avx_vnni"):  # Zen 5
-            options["post_grad_custom_pre_pass"] = ProductsByOneDNN()  # perf[onednn]
-        iterate = torch.compile(iterate, fullgraph=True, options=options)
+        iterate = torch.compile(iterate, fullgraph=True)
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         iterate = CudaGraphModule(iterate, warmup=3)
 
     global_step = first_iteration * batch_size
     progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
-    marks = [(time.perf_counter(), global_step)]
+    clock = time.perf_counter(), global_step  # of the last report
     interval = args.checkpoint_interval or math.inf
-    saved_at = global_step
-    path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
     for iteration in range(first_iteration, num_iterations):
         remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
         learning_rate = args.learning_rate * remaining
@@ -639,51 +415,172 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         losses = iterate(noise, uniform)
         global_step += batch_size
 
-        # report
+        # report and save
         if (iteration + 1) % REPORT_EVERY and iteration + 1 < num_iterations and not signals:
             continue
         losses = dict(zip(A2C_LOSSES, losses)) | {"explained_variance": explained_variance(learned)}
         ended = ~envs["last_return"].isnan()
         last_returns = envs["last_return"][ended].tolist()
-        marks.append((time.perf_counter(), global_step))
-        metrics = report(losses, parameters, [envs["state"], learned["return"]], last_returns, marks, writer, progress)
+        metrics = report(losses, [flat], last_returns, global_step, clock, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         if last_returns:
             writer.add_scalar("charts/episodic_return", metrics["episodic_return"], global_step)
             writer.add_scalar("charts/episodic_length", envs["last_length"][ended].float().mean(), global_step)
+        is_due = global_step // interval > clock[1] // interval
+        clock = time.perf_counter(), global_step
+        if is_due or signals:
+            kept = {"iteration": iteration + 1, "rng_state": random.get_rng_state()}
+            kept["state"] = tree_leaves(state)  # perf[graph]
+            save_checkpoint(run_dir, args, kept)
+        if signals:
+            break
 
-        if args.compile:  # perf[guards] all is compiled by now: skip the guards
-            torch.compiler.set_stance(skip_guard_eval_unsafe=True)
-
-        # save
-        if signals or global_step // interval > saved_at // interval:
-            kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
-            kept |= {"state": state, "rng_state": random.get_rng_state()}  # perf[graph]
-            path = save_checkpoint(run_dir, kept)
-            saved_at = global_step
-            if signals:
-                stopped_by = signals[0]
-                break
-
+    for p in agent.parameters():
+        p.data = p.clone()  # perf[flat] a view cannot be saved alone
     policy = GreedyDiscreteAgent(agent)
-    finish_run(args, run_dir, writer, {"device": str(device)}, metrics, policy, torch.zeros(2, env.obs_dim))
+    finish_run(args, run_dir, metrics, writer, policy, torch.zeros(2, env.obs_dim))
     progress.close()
-    if stopped_by:
-        print("to go on: python", shlex.join([*sys.argv, "--resume", str(path or "auto")]), file=sys.stderr)
-        sys.exit(128 + stopped_by)
     return metrics
 
 
-if __name__ == "__main__":
+# ---------- From here on, every script is the same: checks, run folder, checkpoints, report, signals. ----------
+
+
+def fail(message: str):
+    """Ends the program with exit code 2 and one line on stderr."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def check_numbers(args: Args):
+    """Refuses numbers that are negative or NaN, counts of zero, and shares above 1."""
+    shares = ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+    may_be_zero = ("seed", "learning_starts", "checkpoint_interval", "lag")
+    for name, value in vars(args).items():
+        least = 1 if type(value) is int and name not in may_be_zero else 0
+        most = 1 if name in shares else 2**63 - 1
+        if type(value) in (int, float) and not least <= value <= most:  # NaN fails, too
+            fail(f"--{name.replace('_', '-')} must lie between {least} and {most}, not {value}.")
+
+
+def run_prefix(args: Args) -> str:
+    """What the folders of all runs of this script, env and seed begin with."""
+    return f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
+
+
+def start_run(args: Args, saved: dict) -> tuple[Path, SummaryWriter, torch.device]:
+    """Makes the run folder with its TensorBoard writer (W&B follows it), and picks the device."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not torch.distributed.is_initialized():
+        fail("this script is one process; start it with python, not with torchrun.")
+    device = torch.device("cuda:0" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_flush_denormal(True)  # to which Adam's moments of idle weights decay; a CPU is slow on them
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    run_dir = Path("runs", f"{run_prefix(args)}{datetime.now():%Y%m%d-%H%M%S-%f}")
+    try:
+        run_dir.mkdir(parents=True)  # fails if another run has it
+    except OSError as error:
+        fail(f"cannot make the run folder: {error}")
+    if args.track:
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+        names["id"] = saved.get("wandb_id")  # a resumed run goes on in the same W&B run
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, resume="allow")
+    writer = SummaryWriter(run_dir, flush_secs=10)
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    return run_dir, writer, device
+
+
+def save_checkpoint(run_dir: Path, args: Args, kept: dict):
+    """Replaces checkpoint.pt in one step: a kill leaves the old one or the new one, whole."""
+    kept["settings"] = {"script": Path(__file__).stem} | asdict(args)
+    kept["wandb_id"] = sys.modules["wandb"].run.id if args.track else None
+    try:
+        with open(run_dir / "checkpoint.new", "wb") as file:
+            torch.save(kept, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(run_dir / "checkpoint.new", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:  # a full disk does not end a run of days
+        print(f"\nerror: no checkpoint in {run_dir}: {error}", file=sys.stderr)
+
+
+def load_checkpoint(args: Args) -> dict:
+    """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
+    free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
+    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "ray_address"]
+    free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
+    settings = {"script": Path(__file__).stem} | asdict(args)
+    paths = [args.resume] if args.resume else []
+    if args.resume == "auto":
+        paths = [path for path in Path("runs").glob("*/checkpoint.pt") if path.parent.name.startswith(run_prefix(args))]
+        paths.sort(key=os.path.getmtime, reverse=True)
+    for path in paths:
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            for name, value in settings.items():
+                if name not in free and saved["settings"][name] != value:
+                    raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
+            return saved
+        except Exception as error:  # a damaged file may lead to any
+            message = f"cannot resume from {path}: {error!s:.300}"
+        if args.resume != "auto":
+            fail(message)
+        print(f"warning: {message}", file=sys.stderr)
+    return {}
+
+
+def report(losses: dict, parameters, last_returns, global_step: int, clock, writer, progress) -> dict:
+    """Logs and returns the metrics; exits if a loss or a parameter is not finite."""
+    norms = torch._foreach_norm([p.detach() for p in parameters])
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync
+    metrics = dict(zip(losses, values)) | {"global_step": global_step}
+    for name in losses:
+        writer.add_scalar(f"losses/{name}", metrics[name], global_step)
+    if not math.isfinite(sum(values)):
+        writer.close()
+        sys.exit(f"\nerror: not finite: {metrics}, norms of parameters {values[len(losses) :]}. Checkpoints are kept.")
+    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
+    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
+    progress.update(global_step - progress.n)
+    metrics["SPS"] = (global_step - clock[1]) / (time.perf_counter() - clock[0])  # since the last report
+    writer.add_scalar("charts/SPS", metrics["SPS"], global_step)
+    return metrics
+
+
+def finish_run(args: Args, run_dir: Path, metrics: dict, writer, policy: nn.Module, *example: Tensor):
+    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
+    summary = {"script": Path(__file__).stem, "args": asdict(args), "metrics": metrics}
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    writer.close()
+    if args.save_model:
+        shapes = ({0: torch.export.Dim("rows")},) * len(example)
+        program = torch.export.export(policy.cpu().requires_grad_(False), example, dynamic_shapes=shapes)
+        torch.export.save(program, run_dir / "policy.pt2", extra_files={"card.json": json.dumps(summary)})
+
+
+def run_until_signal(train):
+    """Reads the flags and trains; Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 makes train() save and stop."""
+    words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
+    args = tyro.cli(Args, args=words.split("\0")[1:])
     signals = []
 
     def remember(number: int, _):
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
 
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    try:
-        train(tyro.cli(Args), signals)
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"\nerror: too little memory on the GPU; lower --num-envs or --num-steps. {error!s:.300}")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, remember)
+    train(args, signals)
+    if signals:
+        print("to go on, add --resume auto", file=sys.stderr)
+        sys.exit(128 + signals[0])
+
+
+if __name__ == "__main__":
+    run_until_signal(train)

@@ -308,10 +308,10 @@ def test_nohup_keeps_a_run_alive(fork_server):
 def test_the_best_action_in_a_small_box_is_found(monkeypatch, name):
     rates = {"policy_lr": 2e-3, "q_lr": 2e-3} if "sac" in name else {"learning_rate": 2e-3}
     flags = {"env_id": "SmallBox-v0", "env_kwargs": '{"bound": 0.01}', "num_envs": 1, "gamma": 0.0, "save_model": True}
-    flags |= {"total_timesteps": 3000, "learning_starts": 500, "batch_size": 32, "buffer_size": 3000}
+    flags |= {"total_timesteps": 1500, "learning_starts": 200, "batch_size": 32, "buffer_size": 3000}
     run(monkeypatch, name, **flags | rates, checkpoint_interval=0)
     policy = torch.export.load(newest("policy.pt2")).module()
-    assert policy(torch.ones(1, 2)).item() == pytest.approx(0.004, abs=0.0005)
+    assert policy(torch.ones(1, 2)).item() == pytest.approx(0.004, abs=0.001)
 
 
 @pytest.mark.parametrize("name", SQUASHED)
