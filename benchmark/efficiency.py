@@ -66,7 +66,7 @@ def steps_of_ray(way: str, workers: int, milliseconds: int) -> float:
     script.SummaryWriter.add_scalar = spied
     iterations = 3 if milliseconds == 1000 else 5
     flags |= {"num_workers": workers, "num_steps": num_steps, "num_minibatches": 1, "update_epochs": 1}
-    flags |= {"total_timesteps": iterations * num_steps * workers * envs, "save_model": False, "device": "cpu"}
+    flags |= {"total_timesteps": iterations * num_steps * workers * envs, "save_model": False, "cuda": False}
     script.train(script.Args(env_id=f"sleeping:Sleep{milliseconds}ms-v0", **flags))
     return mean(rates[1:])
 

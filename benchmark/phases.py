@@ -3,7 +3,8 @@
     python benchmark/phases.py dqn --modes eager compile
 
 A clock is read at the comment that begins each phase of a script's loop, in a copy of its source. Shown is the time per
-environment step after the warm-up, on the host: what a GPU does meanwhile is not in it. Writes OUT/SCRIPT.json.
+environment step after the warm-up, on the host: what a GPU does meanwhile is not in it. Keeps a table in
+OUT/phases.json.
 """
 
 import json
@@ -18,21 +19,25 @@ from statistics import median
 
 import tyro
 from catalog import CATALOG, RANKS
-from compare import Run, machine, measure, phases_table
-from measure import ROOT
-from tqdm import tqdm
+from measure import WARMUP_REPORTS
+from results import RUNS, keep, machine
+from runs import Run, file_of, take_turns
+from tables import PHASES, PHASES_TOGETHER, aligned, phases_cells
 
-PHASES = ("act", "learn", "step and store", "report")
 CLOCK = """
-import atexit, collections, os, time as _time  # the clock of benchmark/phases.py
-_spent, _last = collections.Counter(), [None, 0.0]
+import atexit, collections, json, os, time as _time  # the clock of benchmark/phases.py
+_spent, _last, _reports = collections.Counter(), ["", 0.0], [0]
 def _mark(phase):
     now = _time.perf_counter()
     _spent[_last[0]] += now - _last[1]
     _last[:] = phase, now
+def _reported(losses):
+    _reports[0] += len(losses) > 0  # learning has begun
+    if _reports[0] == WARMUP:
+        _spent.clear()
 def _write():
     with open(os.environ["PHASES_OUT"], "w") as file:
-        file.write(repr({k: v for k, v in _spent.items() if k}))
+        json.dump(_spent, file)
 atexit.register(_write)
 """
 
@@ -48,7 +53,7 @@ class Args:
     steps: int | None = None  # env steps of each run; default: the script's own
     modes: tuple[str, ...] = ("eager", "twin", "compile")
     pairs: int = 3  # turns of all modes; shown is each mode's run of median speed, and the median simulator
-    out: Path = Path("runs/phases")  # where the JSON goes
+    out: Path = RUNS  # where the table goes
 
 
 def timed(source: str) -> str:
@@ -56,20 +61,22 @@ def timed(source: str) -> str:
     for phase in PHASES:
         source, found = re.subn(rf"^( +)# {phase}\b.*$", rf'\1_mark("{phase}")', source, flags=re.MULTILINE)
         assert found == 1, f"{found} phases {phase!r}"
-    warm = r"\1\2\n\1if len(marks) == WARMUP_REPORTS + 1:\n\1    _spent.clear()\n"
+    warm = r"\1\2\n\1_reported(losses)\n"
     source, found = re.subn(r"^( +)(metrics = report\(.*\))\n", warm, source, flags=re.MULTILINE)
-    assert found == 1 and "marks.append(" in source and "\n\n\n@dataclass" in source
-    return source.replace("\n\n\n@dataclass", CLOCK + "\n\n@dataclass", 1)
+    assert found == 1 and "\n\n\n@dataclass" in source
+    clock = CLOCK.replace("WARMUP", str(WARMUP_REPORTS))
+    return source.replace("\n\n\n@dataclass", clock + "\n\n@dataclass", 1)
 
 
-def measure_phases(run: Run, progress: tqdm | None = None) -> dict:
+def measure_phases(run: Run) -> dict:
     """Microseconds of an environment step in each phase of a run."""
-    file = f"{run.script}{CATALOG[run.script].modes[run.mode][0]}.py"
+    file = file_of(run.script, run.mode)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, file).write_text(timed((ROOT / "leanrl" / file).read_text()))
+        Path(folder, file.name).write_text(timed(file.read_text()))
         os.environ["PHASES_OUT"] = str(Path(folder, "spent"))
-        (result,) = measure(replace(run, folder=Path(folder)), progress=progress)
-        spent = Counter(eval(Path(folder, "spent").read_text()))  # written by CLOCK above
+        (result,) = take_turns(replace(run, folder=Path(folder)))
+        spent = Counter(json.loads(Path(folder, "spent").read_text()))
+    del spent[""]  # before the first phase
     microseconds = 1e6 / result["SPS"]
     row = {"mode": run.mode, "microseconds": microseconds, "simulator": result["env_share"] * microseconds}
     return row | {phase: spent[phase] / spent.total() * microseconds for phase in PHASES}
@@ -78,7 +85,6 @@ def measure_phases(run: Run, progress: tqdm | None = None) -> dict:
 def main(args: Args):
     if elsewhere := [script for script in args.scripts if not has_phases(script)]:
         sys.exit(f"error: the loop of {', '.join(elsewhere)} has no phases to measure.")
-    args.out.mkdir(parents=True, exist_ok=True)
     for script in args.scripts:
         env_id = CATALOG[script].env_id
         steps = args.steps or CATALOG[script].steps
@@ -89,10 +95,10 @@ def main(args: Args):
         rows = [sorted(runs, key=lambda row: row["microseconds"])[len(runs) // 2] for runs in zip(*turns)]
         for row, runs in zip(rows, zip(*turns)):  # of all turns, since it drifts, too
             row["simulator"] = median(run["simulator"] for run in runs)
-        report = {"script": script, "env_id": env_id, "machine": machine(), "turns": args.pairs}
-        report |= {"steps": steps, "modes": rows}
-        (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")
-        print(f"\n{script}, microseconds per env step\n{phases_table(rows)}")
+        table = {"script": script, "env_id": env_id, "machine": machine(), "turns": args.pairs, "steps": steps}
+        keep(args.out, "phases", table | {"rows": rows})
+        columns = ["mode", *PHASES, *PHASES_TOGETHER.values()]
+        print(f"\n{script}, microseconds per env step\n{aligned(columns, phases_cells({'rows': rows}))}")
 
 
 if __name__ == "__main__":

@@ -30,10 +30,9 @@ SIZES = {  # script -> size -> its values, in ascending order
     },
 }
 LAYER = {"ppo_continuous_action": 64, "sac_continuous_action": 256}  # the width of a hidden layer as it is
-THREADS = "torch.set_num_threads(1)"
 FULL = {  # a replay that is full from the start, so that batches come from all of it
-    "obs_dim + action_dim + 3, device)": "obs_dim + action_dim + 3, device).fill_(1)",
-    "min(step, len(ring) - 1)": "len(ring) - 1",
+    "N, obs_dim + action_dim + 3, device=device)": "N, obs_dim + action_dim + 3, device=device).fill_(1)",
+    "min(newest, len(ring) - 1)": "len(ring) - 1",
     "newest.clamp(max=len(ring) - 1)": "newest * 0 + len(ring) - 1",
 }
 
@@ -52,9 +51,8 @@ def with_size(script: str, source: str, what: str, value: int) -> tuple[str, lis
         of_width, to_width = f", {LAYER[script]})", f"({LAYER[script]}, "
         assert of_width in source and to_width in source
         return source.replace(of_width, f", {value})").replace(to_width, f"({value}, "), []
-    if what == "threads":  # where a script does not say, Run.threads does
-        assert (THREADS in source) == ("set_num_threads" in source)
-        return source.replace(THREADS, f"torch.set_num_threads({value})"), []
+    if what == "threads":  # see Run.threads
+        return source, []
     if what == "buffer_size":
         assert sum(old in source for old in FULL) == 2  # a plain file and a twin count the pairs in different ways
         for old, new in FULL.items():

@@ -150,7 +150,7 @@ class GreedyAgent(nn.Module):
 
     def __init__(self, agent: AtariAgent):
         super().__init__()
-        self.agent = agent
+        self.agent = agent.to(memory_format=torch.contiguous_format)  # torch.export.save() warns of others
 
     def forward(self, frames: Tensor) -> Tensor:  # uint8 (B, 4, 84, 84) -> (B,)
         logits, _ = self.agent(frames)

@@ -7,27 +7,24 @@
 
     python leanrl/ppo_continuous_action_ray.py --env-id HalfCheetah-v4 --num-workers 2 --envs-per-worker 8
 
-The algorithm is that of ppo_continuous_action.py; with one worker and one group, on a CPU, to the bit.
+The algorithm is that of ppo_continuous_action.py; with one worker, on a CPU, to the bit.
 Fast twin: ppo_continuous_action_ray_torchcompile.py. `diff -u` the two files to see what makes it faster.
-To learn how the work is spread, read Rollout, Simulators, collect() and train(). The rest is plumbing.
 Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N; O, A = sizes of obs and action.
 Differences from CleanRL's ppo_continuous_action.py, beside those that ppo_continuous_action.py lists:
-1. Several workers that act normalize by what they see themselves; their statistics are merged after each rollout.
-2. A worker that dies or hangs is started again; what it was doing is done again, with new episodes.
+1. Workers that act know the observations of other workers, by which all are normalized, up to the last rollout.
+2. A worker that dies or hangs is replaced; what it was doing is done again, with new episodes.
 """
 
 import json
 import math
 import os
+import random
 import re
-import shlex
 import signal
 import socket
 import sys
 import time
-import warnings
-import zipfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -45,9 +42,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
-WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 START_SECONDS = 5  # that a worker may take to start, times their number if they share a core
-MOST_LOSSES = 10  # losses per worker, on average, that a run survives in one rollout
+MOST_FAILURES = 10  # how often in a row a worker may be lost, or not start
 
 
 @dataclass
@@ -56,10 +52,10 @@ class Args:
     seed: int = 1  # seeds the agent and the envs; different seeds never share an env's random stream
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
-    device: str | None = None  # a specific device, e.g. cuda:1; overrides --cuda
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
     env_id: str = "HalfCheetah-v4"  # any Gymnasium id with a Box of actions, also my_package:MyEnv-v0
+    env_kwargs: str = "{}"  # settings of the env as JSON, e.g. '{"forward_reward_weight": 2}'
     total_timesteps: int = 1_000_000  # env steps, summed over all envs
     learning_rate: float = 3e-4  # learning rate of Adam
     num_workers: int = 2  # processes that step envs; on a cluster, each takes a CPU
@@ -81,7 +77,7 @@ class Args:
     ray_address: str | None = None  # cluster to join: auto, or the head's host:port; default: only this machine
     act_on: Literal["worker", "learner"] = "worker"  # who acts; calls are per rollout, or per step of a worker's envs
     env_groups: int = 1  # groups of each worker's envs; with 2, one steps while the learner acts for the other
-    worker_timeout: float = 300.0  # a worker is started again if a call, maybe a rollout, takes more seconds than this
+    worker_timeout: float = 300.0  # a worker is replaced if a call, maybe a rollout, takes more seconds than this
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
@@ -92,74 +88,63 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
 
 
-def fail(message: str):
-    """Ends the program with exit code 2 and one line on stderr."""
-    print("error:", " ".join(message.split()), file=sys.stderr)  # a quoted message may span several lines
-    sys.exit(2)
-
-
-def check_numbers(args: Args):
-    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval", "lag")
-            least = 0 if may_be_zero else 1
-            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
-            if not least <= value < 2**63 or (is_share and value > 1):  # NaN fails, too
-                limits = "between 0 and 1" if is_share else f"at least {least} and below 2**63"
-                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
-
-
-def make_env(env_id: str, action_type: type[gym.Space]) -> gym.Env:
-    """Makes an env that observes flat vectors and records episode returns; fails on images and on other actions."""
+def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
+    """Makes an env that observes flat vectors; fails on images and on other actions."""
     try:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # advice to use v5 of a v4 env
-            env = gym.make(env_id)
+        env = gym.make(args.env_id, **json.loads(args.env_kwargs))
+        obs_dim = gym.spaces.flatdim(env.observation_space)
     except Exception as error:  # of the env's code, too
-        fail(f"cannot make the env {env_id!r}: {error}")  # the error names similar envs
-    space = env.observation_space
-    shape = space.shape or ()  # dicts and sequences have none
-    is_image = len(shape) > 2 or (len(shape) == 2 and space.dtype == np.uint8)
-    if len(shape) != 1:
-        env = gym.wrappers.FlattenObservation(env)
-    if is_image or not env.observation_space.shape or not isinstance(env.action_space, action_type):
-        fail(f"{env_id} maps {space} to {env.action_space}; needed: vectors to a {action_type.__name__}.")
-    return gym.wrappers.RecordEpisodeStatistics(env)
+        fail(f"cannot make the env {args.env_id!r} with {args.env_kwargs}: {error}")  # the error names similar envs
+    if obs_dim > 4096:
+        fail(f"{args.env_id} observes {env.observation_space}; needed: vectors of at most 4,096 numbers, not images.")
+    if not isinstance(env.action_space, action_type):
+        fail(f"{args.env_id} takes actions in {env.action_space}; needed: a {action_type.__name__}.")
+    return env if len(env.observation_space.shape or ()) == 1 else gym.wrappers.FlattenObservation(env)
 
 
-def step_envs(envs: list[gym.Env], global_step: int, action, obs, reward, terminated, truncated) -> list[dict]:
-    """Steps every env, writes the results into the last four arrays, and returns the episodes that ended.
-
-    An env whose episode has ended is reset instead; that step ignores the action and has reward 0 (autoreset mode
-    NEXT_STEP). An episode is a dict with its return "r" and its length "l".
-    """
+def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
+    """Steps every env into the arrays after `action`; returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
-        try:
-            if terminated[i] or truncated[i]:
-                obs[i], _ = env.reset()
-                reward[i] = 0
-                terminated[i] = truncated[i] = False
-                continue
-            obs[i], reward[i], terminated[i], truncated[i], info = env.step(action[i])
-        except Exception as error:
-            error.add_note(f"error: env {i} raised this in env step {global_step}. Earlier checkpoints are kept.")
-            raise
-        if "episode" in info:
-            episodes.append(info["episode"])
+        if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
+            obs[i], _ = env.reset()
+            reward[i] = 0
+            terminated[i] = truncated[i] = False
+            totals[:, i] = 0
+            continue
+        obs[i], paid, terminated[i], truncated[i], _ = env.step(action[i])
+        reward[i] = paid
+        totals[:, i] += paid, 1
+        if terminated[i] or truncated[i]:
+            episodes.append(tuple(totals[:, i].tolist()))
     return episodes
+
+
+def first_seed(*numbers: int) -> int:
+    """The seed that follows from seed, step and number of envs; theirs count on from it."""
+    return int(np.random.SeedSequence([*numbers]).generate_state(1)[0])
+
+
+def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
+    """Center and scale, which map -1 .. 1 to the bounds of a Box; 0 and 1 in dimensions that lack one."""
+    is_bounded = (space.low > -1e30) & (space.high < 1e30)  # some envs write the largest float for no bound
+    low = np.where(is_bounded, space.low, -1.0)
+    high = np.where(is_bounded, space.high, 1.0)
+    return (high + low) / 2, (high - low) / 2
 
 
 class RunningMeanStd:
     """Running mean and standard deviation of rows, in float64 (Welford 1962, for several rows at a time)."""
 
     def __init__(self, *shape: int):
-        self.count = 1e-4  # the prior of Gymnasium's wrappers: almost no weight on mean 0 and variance 1
+        self.count = 0
         self.mean = np.zeros(shape)
         self.std = np.ones(shape)
-        self.squares = np.full(shape, self.count)  # sum of squared deviations from the mean
+        self.squares = np.zeros(shape)  # sum of squared deviations from the mean
 
     def update(self, x: np.ndarray):  # (rows, *shape)
+        if len(x) == 0:  # all envs only reset
+            return
         deviation = x - self.mean
         self.count += len(x)
         self.mean += np.add.reduce(deviation) / self.count
@@ -186,29 +171,6 @@ def normalize_reward(stats: RunningMeanStd, returns, reward, terminated, valid, 
     return (reward / stats.std).clip(-10, 10)
 
 
-def merge_stats(stats: RunningMeanStd, parts: list[dict]):
-    """Merges the states of statistics that went on from `stats`, each in a worker; what was seen before counts once.
-
-    Two samples are merged by Chan et al. 1979, eq. 2.1. A single part is taken over as it is.
-    """
-    merged = deepcopy(parts[0])
-    for part in parts[1:]:
-        # what this worker has seen: the equation, solved for the second sample
-        count = part["count"] - stats.count
-        if count == 0:
-            continue
-        mean = stats.mean + (part["mean"] - stats.mean) * part["count"] / count
-        squares = part["squares"] - stats.squares - (mean - stats.mean) ** 2 * stats.count * count / part["count"]
-        # with what the workers before it have seen
-        total = merged["count"] + count
-        shift = mean - merged["mean"]
-        merged["squares"] += squares + shift**2 * merged["count"] * count / total
-        merged["mean"] += shift * count / total
-        merged["count"] = total
-        merged["std"] = np.sqrt(merged["squares"] / total + 1e-8)
-    vars(stats).update(merged)
-
-
 def mlp(in_dim: int, out_dim: int, out_gain: float) -> nn.Sequential:
     """Two hidden layers of 64 tanh units, with orthogonal weights and zero biases."""
     layers = [nn.Linear(in_dim, 64), nn.Linear(64, 64), nn.Linear(64, out_dim)]
@@ -232,17 +194,20 @@ class Agent(nn.Module):
 
 
 class NormalizedActor(nn.Module):
-    """The mean of the policy, with the normalization of observations inside."""
+    """The policy without noise, as it is exported: it normalizes observations and scales actions itself."""
 
-    def __init__(self, agent: Agent, stats: RunningMeanStd, low: np.ndarray, high: np.ndarray):
+    def __init__(self, agent: Agent, stats: RunningMeanStd, space: gym.spaces.Box):
         super().__init__()
         self.actor_mean = agent.actor_mean
-        buffers = {"mean": stats.mean, "std": stats.std, "low": low.ravel(), "high": high.ravel()}
+        center, scale = action_scale(space)
+        buffers = {"center": center, "scale": scale, "low": space.low, "high": space.high}
+        buffers |= {"mean": stats.mean, "std": stats.std}  # in float64, for large numbers that differ by little
         for name, value in buffers.items():
-            self.register_buffer(name, torch.as_tensor(value, dtype=torch.float32))
+            self.register_buffer(name, torch.as_tensor(value.ravel()))
 
     def forward(self, obs: Tensor) -> Tensor:  # (B, O) -> (B, A)
-        return self.actor_mean(((obs - self.mean) / self.std).clip(-10, 10)).clip(self.low, self.high)
+        action = self.actor_mean(((obs - self.mean) / self.std).clip(-10, 10).float())
+        return (self.center + self.scale * action).clip(self.low, self.high)
 
 
 def gaussian_logprob_entropy(action: Tensor, mean: Tensor, logstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -306,571 +271,467 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
-def sample_actions(agent: Agent, obs: np.ndarray, noise: np.ndarray) -> dict[str, np.ndarray]:
-    """Actions for observations (N, O), with standard Gaussian noise (N, A); their log-probabilities, and the values."""
+def learn_from_vectors(agent: Agent, optimizer, batch: dict[str, Tensor], args: Args, idx: Tensor) -> Tensor:
+    """A gradient step on the rows idx (b,) of the batch; returns what to log, PPO_LOSSES in one tensor."""
+    minibatch = {name: x[idx] for name, x in batch.items()}
+    mean, logstd, value = agent(minibatch["obs"])
+    logprob, entropy = gaussian_logprob_entropy(minibatch["action"], mean, logstd)
+    loss, losses = ppo_loss(logprob, entropy, value, minibatch, args)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return losses
+
+
+@torch.no_grad()
+def sample_actions(agent: Agent, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Actions for observations (N, O), with Gaussian noise (N, A), their log-probabilities, and values: (N, A + 2)."""
     device = agent.actor_logstd.device
-    with torch.no_grad():
-        mean, logstd, value = agent(torch.as_tensor(obs, device=device))
-        action = mean + logstd.exp() * torch.as_tensor(noise, device=device)
-        logprob, _ = gaussian_logprob_entropy(action, mean, logstd)
-    return {"action": action.cpu().numpy(), "logprob": logprob.cpu().numpy(), "value": value.cpu().numpy()}
-
-
-class Rollout:
-    """T steps of N envs: in the learner, of the envs of all workers, or in a worker, of its own."""
-
-    def __init__(self, T: int, gamma: float, stats: list[RunningMeanStd], obs, done, discounted_return):
-        N, obs_dim = obs.shape
-        self.gamma = gamma
-        self.stats = stats  # of observations and of returns
-        self.done = done  # (N,): these episodes have ended, and the next step resets their envs
-        self.discounted_return = discounted_return  # (N,)
-        self.stored = {"obs": np.zeros((T + 1, N, obs_dim), np.float32)}
-        self.stored["obs"][0] = obs
-        self.stored["outcome"] = np.zeros((T, N, 4), np.float32)  # reward, terminated, done, valid
-        self.steps = np.zeros(N, int)  # of each env so far
-        self.episodes = []  # (step, return, length)
-
-    def act(self, rows: slice, policy: Callable, noise: np.ndarray) -> np.ndarray:
-        """Actions (n, A) for the next step of the envs `rows`, with noise (T, N, A)."""
-        t = self.steps[rows][0]
-        sampled = policy(self.stored["obs"][t, rows], noise[t, rows])
-        for name, x in sampled.items():
-            if name not in self.stored:
-                self.stored[name] = np.zeros((*noise.shape[:2], *x.shape[1:]), np.float32)
-            self.stored[name][t, rows] = x
-        return sampled["action"]
-
-    def store(self, rows: slice, raw_obs, reward, terminated, truncated, episodes: list):
-        """Stores the step that act() began: arrays with a row for each env, and (return, length) of ended episodes."""
-        t = self.steps[rows][0]
-        obs_stats, return_stats = self.stats
-        returns = self.discounted_return[rows]
-        valid = ~self.done[rows]  # an env whose episode has ended only resets
-        done = terminated | truncated
-        self.stored["obs"][t + 1, rows] = normalize_obs(obs_stats, raw_obs)
-        scaled_reward = normalize_reward(return_stats, returns, reward, terminated, valid, self.gamma)
-        self.stored["outcome"][t, rows] = np.stack([scaled_reward, terminated, done, valid], -1)
-        self.done[rows] = done
-        self.steps[rows] += 1
-        self.episodes += [(t, *episode) for episode in episodes]
-
-    def cut_off(self, rows: slice):
-        """Ends the episodes of envs that were lost with their worker, as if they had been truncated."""
-        self.done[rows] = True
-        steps = self.steps[rows][0]
-        if steps > 0:
-            self.stored["outcome"][steps - 1, rows, 2] = 1
-
-    def results(self) -> dict:
-        """All that is known, in arrays and numbers, which travel faster than objects."""
-        return vars(self) | {"stats": [vars(stats) for stats in self.stats]}
+    mean, logstd, value = agent(torch.as_tensor(obs, device=device))
+    action = mean + logstd.exp() * torch.as_tensor(noise, device=device)
+    logprob, _ = gaussian_logprob_entropy(action, mean, logstd)
+    return torch.column_stack([action, logprob, value]).cpu().numpy()
 
 
 class Simulators:
     """The E envs of a worker: as an actor of Ray a process of its own, on any machine of the cluster."""
 
-    def __init__(self, env_id: str, num_envs: int, sample: Callable, gamma: float):
-        torch.set_num_threads(1)  # the other cores are for other workers
+    def __init__(self, args: Args):
         torch.set_flush_denormal(True)  # as in the learner
+        self.args = args
+        self.envs = []
+        self.totals = np.zeros((2, args.envs_per_worker))  # return and length of the open episodes
+
+    def reset(self, step: int, offset: int) -> np.ndarray:
+        """Seeds all by the step, and resets the envs, which come after `offset` others; returns observations (E, O)."""
+        first = first_seed(self.args.seed, step, self.args.num_workers * self.args.envs_per_worker) + offset
+        random.seed(first)  # an env may draw from this generator, and from the next
+        np.random.seed(first % 2**32)  # noqa: NPY002
+        torch.manual_seed(first)
         try:
-            self.envs = [make_env(env_id, gym.spaces.Box) for _ in range(num_envs)]
-        except SystemExit as error:  # to Ray this would be a worker to be started again
-            raise RuntimeError(f"{env_id} cannot be made there: {error.__context__ or 'wrong spaces'}") from error
-        self.obs = np.zeros((num_envs, *self.envs[0].observation_space.shape))
-        self.reward = np.zeros(num_envs)
-        self.terminated, self.truncated = np.zeros((2, num_envs), bool)
-        self.sample = sample
-        self.gamma = gamma
-        self.steps = 0  # of all envs, since this process was started
-        self.is_reset = False
-
-    def reset(self, seeds: list[int], cut_off: bool) -> np.ndarray:
-        """Seeds and resets all envs; returns observations (E, O). With cut_off, the next step resets them once more."""
+            self.envs = self.envs or [make_env(self.args, gym.spaces.Box) for _ in self.totals[0]]
+        except SystemExit as error:  # Ray would not say why
+            raise RuntimeError(f"no {self.args.env_id} there: {error.__context__ or 'wrong spaces'}") from error
+        self.totals[:] = 0
         for i, env in enumerate(self.envs):
-            self.obs[i], _ = env.reset(seed=seeds[i])
-        self.terminated[:] = False
-        self.truncated[:] = cut_off
-        self.is_reset = True
-        return self.obs
+            env.unwrapped.action_space.seed((first + i) % 2**31)
+        return np.array([env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(self.envs)], np.float64)
 
-    def step(self, first: int, last: int, action: np.ndarray) -> tuple | RuntimeError:
-        """Steps the envs `first` to before `last`: observations, rewards, both flags, and episodes (return, length)."""
-        if not self.is_reset:  # Ray has started this process anew, and nobody was told
-            return RuntimeError("it was started again")
-        self.steps += last - first
+    def rollout(self, shared: tuple, first: int, noise, obs, done) -> tuple[np.ndarray, list]:
+        """Makes T steps of n envs, from `first` on, by the policy and the statistics that all workers share.
+
+        Without a policy, the noise is the actions. Returns rows (T, n, ..): observation, action and what else the
+        policy says, reward, terminated, truncated, valid, next raw observation; and (step, return, length) of episodes.
+        """
+        policy, stats, noise, obs = deepcopy((*shared, noise, obs))  # what Ray hands over is read-only
+        envs = slice(first, first + len(done))
         space = self.envs[0].action_space
-        action = action.reshape(-1, *space.shape).clip(space.low, space.high)
-        arrays = [x[first:last] for x in (self.obs, self.reward, self.terminated, self.truncated)]
-        episodes = step_envs(self.envs[first:last], self.steps, action, *arrays)
-        return *arrays, [(float(episode["r"]), int(episode["l"])) for episode in episodes]
-
-    def rollout(self, shared: tuple, noise: np.ndarray, *state: np.ndarray) -> dict | RuntimeError:
-        """T steps of all envs, with the policy and the states of the statistics that all workers share."""
-        if not self.is_reset:
-            return RuntimeError("it was started again")
-        policy, states = shared
-        states, noise, *state = deepcopy((states, noise, *state))  # what Ray hands over cannot be written to
-        stats = [RunningMeanStd(), RunningMeanStd()]
-        for i in range(2):
-            vars(stats[i]).update(states[i])
-        rollout = Rollout(len(noise), self.gamma, stats, *state)
-        E = len(self.envs)
-        for _ in range(len(noise)):
-            action = rollout.act(slice(E), partial(self.sample, policy), noise)
-            rollout.store(slice(E), *self.step(0, E, action))
-        return rollout.results()
+        center, scale = action_scale(space)
+        rows = []
+        episodes = []
+        for t, noise_t in enumerate(noise):
+            acted = policy(obs, noise_t) if policy else noise_t
+            action = center + scale * acted[:, : scale.size].reshape(-1, *space.shape)
+            next_obs = np.zeros(obs.shape)
+            outcome = [np.zeros(len(done)), np.zeros_like(done), done.copy()]  # reward, terminated, truncated
+            inputs = self.envs[envs], action.clip(space.low, space.high), next_obs, *outcome, self.totals[:, envs]
+            episodes += [(t, *episode) for episode in step_envs(*inputs)]
+            rows.append(np.column_stack([obs, acted, *outcome, ~done, next_obs]))
+            done = outcome[1] | outcome[2]
+            if policy:
+                obs = normalize_obs(stats, next_obs).astype(np.float32)
+        return np.array(rows), episodes
 
 
-def start_ray(args: Args, simulators: type, inputs: tuple, bytes_needed: int) -> tuple:
-    """Starts Ray on this machine, or joins a cluster, and makes the workers if they fit; returns Ray and them."""
-    if args.ray_address is None:  # Ray reads the first when it is imported, its workers the second when they start
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
-        os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # under `uv run`, workers would get other packages
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        import ray
+class Workers:
+    """Processes on this machine or a cluster that step E envs each, and are replaced by new ones if they are lost."""
 
-        if not ray.is_initialized():
-            settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-            if args.ray_address is not None:  # Ray itself would try for minutes
-                address = args.ray_address
-                if address == "auto":
-                    address = ray._private.services.get_ray_address_from_environment("auto", None)
+    def __init__(self, args: Args, simulators: type, seconds: float, bytes_needed: int):
+        self.args = args
+        self.seconds = seconds  # that an answer may take
+        self.lost = 0  # workers so far
+        self.failures = Counter()  # of each worker in a row
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # under `uv run`, workers would get other packages
+        settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        if args.ray_address is None:  # Ray reads the first when it is imported, its workers the second when they start
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
+            os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
+            settings |= {"num_cpus": max(args.num_workers, os.cpu_count()), "object_store_memory": bytes_needed + 10**8}
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            import ray
+
+            address = args.ray_address or "local"
+            if address == "auto":
+                address = ray._private.services.get_ray_address_from_environment("auto", None)
+            if address != "local" and not ray.is_initialized():  # Ray itself would try for minutes
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, port), timeout=10).close()
-            else:
-                settings |= {"num_cpus": max(args.num_workers, os.cpu_count())}
-                settings |= {"object_store_memory": bytes_needed + 100 * 2**20}
-            ray.init(args.ray_address or "local", **settings)
-    except ImportError:
-        fail("Ray is missing; pip install ray==2.60.0")
-    except Exception as error:
-        fail(f"cannot start or join Ray on {args.ray_address or 'this machine'}: {error!s:.300}")
-    signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place
-    here = ray.get_runtime_context().get_node_id()
-    [store] = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
-    cpus = ray.cluster_resources().get("CPU", 0)
-    if cpus < args.num_workers:
-        fail(f"--num-workers {args.num_workers} needs as many CPUs; the cluster has {cpus:.0f}.")
-    if store < bytes_needed:
-        fail(f"the rollouts need {bytes_needed:,} bytes in Ray's object store here, which has {store:,.0f}.")
-    # a worker that dies is started again; what it was doing is not repeated unless the learner asks for it
-    options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1, "max_task_retries": 0}
-    ray.cloudpickle.register_pickle_by_value(sys.modules[simulators.__module__])  # if other programs import this file
-    make_worker = ray.remote(**options)(simulators).remote
-    return ray, [make_worker(*inputs) for _ in range(args.num_workers)]
+            if not ray.is_initialized():
+                ray.init(address, **settings)
+        except ImportError:
+            fail("Ray is missing; pip install ray==2.60.0")
+        except Exception as error:
+            fail(f"cannot start or join Ray on {args.ray_address or 'this machine'}: {error!s:.300}")
+        signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place
+        here = ray.get_runtime_context().get_node_id()
+        [store] = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
+        cpus = ray.cluster_resources().get("CPU", 0)
+        if cpus < args.num_workers:
+            fail(f"--num-workers {args.num_workers} needs as many CPUs; the cluster has {cpus:.0f}.")
+        if store < bytes_needed:
+            fail(f"the rollouts need {bytes_needed:,} bytes in Ray's object store here, which has {store:,.0f}.")
+        ray.cloudpickle.register_pickle_by_value(sys.modules[simulators.__module__])  # if others import this file
+        options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_task_retries": 0}
+        self.make_actor = partial(ray.remote(**options)(simulators).remote, args)
+        self.actors = [self.make_actor() for _ in range(args.num_workers)]
+        self.ray = ray
+
+    def collect(self, refs: dict, seconds: float) -> dict:
+        """The answers to calls, by worker; of one that has died or does not answer in time, the error instead."""
+        _, late = self.ray.wait(list(refs.values()), num_returns=len(refs), timeout=max(seconds, 1))
+        answers = {}
+        for w, ref in refs.items():
+            try:
+                answers[w] = self.ray.get(ref, timeout=0 if ref in late else 60)
+            except self.ray.exceptions.RayTaskError:  # of an env, which would raise it again
+                raise
+            except self.ray.exceptions.RayError as error:
+                answers[w] = error
+        return answers
+
+    def reset(self, numbers, step: int) -> list:
+        """Resets the envs of these workers, with seeds that follow from `step`; they may take their time to start."""
+        E = self.args.envs_per_worker
+        patience = self.seconds + START_SECONDS * (10 + len(self.actors))
+        answers = self.collect({w: self.actors[w].reset.remote(step, w * E) for w in numbers}, patience)
+        for w, error in answers.items():
+            if isinstance(error, Exception):
+                answers[w] = self.replace(w, error, step)
+        return list(answers.values())
+
+    def replace(self, w: int, error: Exception, step: int):
+        """Resets a new worker, in place of one that was lost; ends the run if they are lost again and again."""
+        self.lost += 1
+        self.failures[w] += 1
+        reason = " ".join(str(error).split())[-300:]
+        if isinstance(error, TimeoutError):  # it hangs, or its machine is gone, and the result with it
+            reason = "no answer in time; see --worker-timeout"
+        if self.failures[w] > MOST_FAILURES:
+            cpus = self.ray.available_resources().get("CPU", 0)
+            sys.exit(f"error: worker {w} is lost again and again; {cpus:.0f} CPUs of the cluster are free: {reason}")
+        tqdm.write(f"warning: worker {w} was lost: {reason}", sys.stderr)
+        self.ray.kill(self.actors[w])
+        self.actors[w] = self.make_actor()
+        return self.reset([w], step + 2**32 * self.lost)[0]  # seeds that no other step has
 
 
-def collect(workers: list, refs: list, timeout: float) -> list:
-    """The results of a call to each worker, in order; for one that has died or does not answer, the error instead."""
-    import ray
+def make_rollout(workers: Workers, policy: Callable, noise, obs, done, stats: RunningMeanStd, global_step: int):
+    """A rollout of all envs, on which obs, done and stats move on. Returns episodes, and rows as Simulators.rollout().
 
-    _, late = ray.wait(refs, num_returns=len(refs), timeout=max(timeout, 1))
-    results = []
-    for worker, ref in zip(workers, refs):
-        try:
-            if ref in late:  # it hangs, or its machine is gone, and the result with it
-                raise TimeoutError("no answer in time; see --worker-timeout")
-            results.append(ray.get(ref, timeout=60))  # it is on this machine by now
-        except ray.exceptions.RayTaskError as error:  # an env has raised it, and would do so again
-            error.add_note("error: a worker raised this; an env and a step that it names are of its group of envs.")
-            raise
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            if isinstance(error, TimeoutError):
-                ray.kill(worker, no_restart=False)
-            results.append(error)
-    return results
+    If workers act, a call is a whole rollout of a worker. If the learner acts, it is one step of n envs of a worker,
+    and groups of envs, n of each worker, take turns: one steps while the policy acts for the next.
+    """
+    args = workers.args
+    obs_dim = obs.shape[1]
+    envs = np.arange(len(done)).reshape(args.num_workers, args.env_groups, -1)  # (W, G, n)
+    acts = args.act_on == "learner"
+    steps = 1 if acts else len(noise)  # of a call
+    shared = (None, None) if acts else workers.ray.put((policy, stats))  # sent once to each machine
+    acted = {}  # noise or actions (steps, W, n, ..), by group
+    pending = {}  # calls by group and worker
+    rows = []  # of each step and group
+    episodes = []
 
+    def send(g: int, w: int):
+        arrays = acted[g][:, w], obs[envs[w, g]], done[envs[w, g]]
+        pending[g, w] = workers.actors[w].rollout.remote(shared, g * envs.shape[2], *arrays)
 
-def pick_device(args: Args) -> torch.device:
-    """The device that the flags name; fails if it cannot be used."""
-    default = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
-    try:
-        number = torch.zeros((), device=args.device or default)
-        number.item()  # a device like "meta" has none
-    except Exception as error:
-        fail(f"cannot use the device {args.device or default}: {error!s:.300}")
-    if number.is_cuda:
-        torch.cuda.set_device(number.device)
-    return number.device
+    def receive(g: int) -> list:
+        answers = workers.collect({w: pending[g, w] for w in range(len(envs))}, workers.seconds)
+        while lost := {w: error for w, error in answers.items() if isinstance(error, Exception)}:
+            for w, error in lost.items():
+                workers.replace(w, error, global_step)
+                done[envs[w]] = True  # cuts the episodes off: what is pending begins with a reset
+                for h in acted:
+                    send(h, w)
+            answers |= workers.collect({w: pending[g, w] for w in lost}, workers.seconds)
+        workers.failures.clear()
+        return list(answers.values())
 
-
-def start_run(args: Args) -> tuple[Path, SummaryWriter]:
-    """Seeds PyTorch, and makes the run folder with its TensorBoard writer (W&B follows it)."""
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = Path("runs", re.sub("[/:]", "_", run_name))
-    try:
-        if args.track:
-            import wandb
-
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
-        run_dir.mkdir(parents=True)  # fails if another run has it
-    except Exception as error:
-        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
-    torch.set_flush_denormal(True)  # Adam's moments of idle weights decay to denormals, which are slow on a CPU
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.tf32
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    writer = SummaryWriter(run_dir, flush_secs=10)
-    writer.add_text("args", json.dumps(asdict(args), indent=2))
-    (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
-    return run_dir, writer
-
-
-def save_checkpoint(run_dir: Path, state: dict) -> Path | None:
-    """Replaces checkpoint.pt; the one before becomes checkpoint.old. Returns the path, or None if it fails."""
-    path = run_dir / "checkpoint.pt"
-    new = run_dir / "checkpoint.new"
-    try:
-        if not all(state[name].sum().isfinite() for name in ("replay", "row", "rows") if name in state):
-            raise OSError("the replay holds NaN or infinity")
-        with new.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            path.replace(run_dir / "checkpoint.old")
-        new.replace(path)
-        return path
-    except (OSError, RuntimeError) as error:
-        print(f"\nerror: no checkpoint at step {state['global_step']}: {error}", file=sys.stderr)
-        new.unlink(missing_ok=True)
-        return None
-
-
-def load_checkpoint(args: Args, made_by: list) -> dict:
-    """The checkpoint that --resume names, of the same script, env and sizes; "auto": of the newest run, or {}."""
-    paths = [Path(args.resume)]
-    if args.resume == "auto":
-        name = re.sub("[/:]", "_", f"{args.env_id}__{args.exp_name}__{args.seed}__")  # a time follows
-        runs = [run for run in Path("runs").glob("*") if re.fullmatch(re.escape(name) + r"[\d-]{22}", run.name)]
-        paths = [path for run in sorted(runs)[::-1] for path in sorted(run.glob("checkpoint.[po]*"))[::-1]]  # pt, old
-    for path in paths:
-        try:
-            damaged = zipfile.ZipFile(path).testzip()  # torch.load() does not look at the checksums
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-            if not damaged and saved["made_by"] == made_by:
-                return saved
-            message = f"{path} is damaged" if damaged else f"{path} is of {saved['made_by']}, not of {made_by}"
-        except Exception as error:  # a damaged file may lead to any
-            message = f"{path} cannot be read: {error!r:.300}"
-        if args.resume != "auto":
-            fail(f"--resume: {message}.")
-        print(f"warning: {message}.", file=sys.stderr)
-    return {}
-
-
-def report(losses: dict, parameters: dict, data: list, last_returns, marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
-    global_step = marks[-1][1]
-    norms = torch._foreach_norm([p.detach() for p in parameters.values()])
-    names = [f"losses/{name}" for name in losses] + [f"parameter {name}" for name in parameters]
-    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync, if all is well
-    metrics = dict(zip(losses, values))
-    for name, loss in metrics.items():
-        writer.add_scalar(f"losses/{name}", loss, global_step)
-    for name, value in zip(names, values):
-        if not math.isfinite(value):
-            progress.close()
-            writer.close()
-            advice = "a smaller learning rate may help"
-            if not all(x.isfinite().all() for x in data):
-                advice = "an observation, a reward or an action is not finite, either"
-            sys.exit(f"error: {name} is {value} at step {global_step}; {advice}. Earlier checkpoints are kept.")
-    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
-    seconds, steps = np.array(marks).T
-    warm = min(WARMUP_REPORTS, len(marks) - 2)
-    metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
-    # compilation, capture, cold caches: how much longer the warm-up took than as many steps take now
-    metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
-    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
-    writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
-    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
-    progress.update(global_step - progress.n)
-    return metrics | {"global_step": global_step}
-
-
-def finish_run(args: Args, run_dir: Path, writer, ran: dict, metrics: dict, policy: nn.Module, *example):
-    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
-    summary = {"script": Path(__file__).stem} | ran | {"args": asdict(args), "metrics": metrics}
-    try:
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in metrics.items():  # for W&B, too
-            writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
-        writer.close()
-        if args.save_model:
-            for p in policy.cpu().requires_grad_(False).parameters():  # those that are views could not be saved
-                p.data = p.clone(memory_format=torch.contiguous_format)
-            rows = {0: torch.export.Dim("rows")}
-            program = torch.export.export(policy, example, dynamic_shapes=(rows,) * len(example))
-            torch.export.save(program, run_dir / "new.pt2", extra_files={"card.json": json.dumps(summary)})
-            (run_dir / "new.pt2").rename(run_dir / "policy.pt2")
-    except (OSError, RuntimeError) as error:
-        print(f"error: cannot save the results: {error}", file=sys.stderr)
+    for t in range(0, len(noise) + steps, steps):
+        for g in range(args.env_groups):
+            group = envs[:, g].ravel()
+            if t > 0:
+                parts, ended = zip(*receive(g))
+                part = np.concatenate(parts, axis=1)
+                for next_obs in part[..., -obs_dim:]:
+                    obs[group] = normalize_obs(stats, next_obs)
+                done[group] = part[-1, :, -obs_dim - 3 : -obs_dim - 1].any(1)  # terminated or truncated
+                rows.append(part[..., :-obs_dim])
+                episodes += [(t - steps + s, *episode) for s, *episode in sum(ended, [])]
+            if t < len(noise):
+                acted[g] = noise[t : t + steps, envs[:, g]]
+                if acts:
+                    acted[g] = policy(obs[group], noise[t, group]).reshape(1, *envs[:, g].shape, -1)
+                for w in range(len(envs)):
+                    send(g, w)
+    rows = np.array(rows).reshape(-1, args.env_groups, steps, *part.shape[1:]).swapaxes(1, 2)
+    rows = rows.reshape(len(noise), len(done), -1)[:, np.argsort(envs.swapaxes(0, 1).ravel())]
+    rows[..., -2] = np.concatenate([1 - rows[1:, :, -1], done[None]])  # done: what the next step only resets
+    return rows, episodes
 
 
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
-    """Trains an agent and returns the final metrics; after a signal it saves and exits instead."""
+    """Trains an agent and returns the final metrics; a signal makes it save and stop early."""
     check_numbers(args)
     T = args.num_steps
     W = args.num_workers
-    E = args.envs_per_worker
-    N = W * E
+    N = W * args.envs_per_worker
     batch_size = T * N
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     if num_iterations < 1:
         fail(f"--total-timesteps must be at least {batch_size}, a rollout.")
-    if N > 10_000:
-        fail("more than 10,000 envs would share random streams with those of other seeds.")
     if minibatch_size < 2 or batch_size % args.num_minibatches:
         fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
-    if E % args.env_groups or (args.env_groups > 1 and args.act_on == "worker"):
+    if args.envs_per_worker % args.env_groups or (args.env_groups > 1 and args.act_on == "worker"):
         fail("--env-groups must divide --envs-per-worker, and is 1 unless --act-on is learner.")
-    env = make_env(args.env_id, gym.spaces.Box)
-    obs_dim = env.observation_space.shape[0]
-    action_space = env.action_space
-    action_dim = math.prod(action_space.shape)
-    env.close()
-    made_by = [Path(__file__).stem, args.env_id, T, N, obs_dim, action_dim]
-    saved = load_checkpoint(args, made_by) if args.resume is not None else {}
+    saved = load_checkpoint(args)
     first_iteration = saved.get("iteration", 0)
     if first_iteration >= num_iterations:
-        print("nothing is left to do; raise --total-timesteps to go on.", file=sys.stderr)
-        sys.exit(0)
-    device = pick_device(args)
-    bytes_of_rollout = 4 * T * N * (obs_dim + 2 * action_dim + 6)
-    ray, workers = start_ray(
-        args, Simulators, (args.env_id, E, sample_actions, args.gamma), bytes_needed=4 * bytes_of_rollout
-    )
-    run_dir, writer = start_run(args)
-    torch.set_num_threads(1)  # for matrices this small, a second thread brings nothing
+        fail("nothing is left to do; raise --total-timesteps to go on.")
+    torch.manual_seed(first_seed(args.seed, 0, 0))  # what networks are made of
+    env = make_env(args, gym.spaces.Box)
+    obs_dim = env.observation_space.shape[0]
+    if env.action_space.dtype.kind != "f":
+        fail(f"{args.env_id} takes actions in {env.action_space}; needed: floats.")
+    action_dim = math.prod(env.action_space.shape)
+    bytes_of_rollout = 8 * batch_size * (2 * obs_dim + 2 * action_dim + 6)
+    workers = Workers(args, Simulators, args.worker_timeout, 2 * bytes_of_rollout)
+    run_dir, writer, device = start_run(args, saved)
 
-    n = E // args.env_groups  # envs of a worker in a group
-    rows_of = [slice(g * W * n, (g + 1) * W * n) for g in range(args.env_groups)]  # envs of all workers in a group
-    lost = 0  # workers that had to be started again
+    def start_anew(iteration: int) -> np.ndarray:  # seeds all by it, and returns the first observations
+        torch.manual_seed(first_seed(args.seed, iteration, N))
+        return np.concatenate(workers.reset(range(W), iteration))
 
-    def reset(numbers: list[int], seeds: list[int], cut_off: bool) -> list[np.ndarray]:
-        """Seeds and resets the envs of these workers, which may be starting; returns observations (E, O) of each."""
-        patience = args.worker_timeout + START_SECONDS * (10 + W)
-        kill_at = time.monotonic() + patience
-        deadline = kill_at + 2 * patience  # so that one that hangs has another chance
-        found = {}
-        while left := [w for w in numbers if w not in found]:
-            refs = [workers[w].reset.remote(seeds[w * E : (w + 1) * E], cut_off) for w in left]
-            results = collect([workers[w] for w in left], refs, patience)
-            found |= {w: result for w, result in zip(left, results) if not isinstance(result, Exception)}
-            errors = {w: result for w, result in zip(left, results) if w not in found}
-            hangs = time.monotonic() > kill_at
-            for w, error in errors.items():
-                if isinstance(error, ray.exceptions.ActorDiedError) or time.monotonic() > deadline:
-                    free = f"{ray.available_resources().get('CPU', 0):.0f} CPUs of the cluster are free"
-                    sys.exit(f"error: worker {w} does not start; {free}: {' '.join(str(error).split())[-300:]}")
-                if hangs and not isinstance(error, TimeoutError):  # it hung while it started, and Ray waits for it
-                    ray.kill(workers[w], no_restart=False)
-            if hangs:
-                kill_at += patience
-            if errors:
-                time.sleep(0.1)
-        return [found[w] for w in numbers]
-
-    def revive(worker: int, error: Exception):
-        """Waits until a worker that was lost has been started again, and resets its envs."""
-        nonlocal lost
-        lost += 1
-        progress.write(f"warning: worker {worker} was lost: {' '.join(str(error).split())[:300]}", sys.stderr)
-        if lost > lost_before + MOST_LOSSES * W:
-            sys.exit(f"error: workers were lost {lost - lost_before} times in one rollout.")
-        seeds = np.random.SeedSequence([args.seed, global_step, lost]).generate_state(N).tolist()
-        reset([worker], seeds, cut_off=True)
-
-    def act_on_workers(policy, noise: np.ndarray) -> list[dict]:
-        """Lets every worker make a rollout of its envs."""
-        shared = ray.put((policy, [vars(x) for x in stats]))  # sent once to each machine
-
-        def ask(w: int):
-            rows = slice(w * E, (w + 1) * E)
-            return workers[w].rollout.remote(shared, noise[:, rows], obs[rows], done[rows], discounted_return[rows])
-
-        results = dict.fromkeys(range(W))
-        while left := [w for w in results if results[w] is None]:
-            answers = collect([workers[w] for w in left], [ask(w) for w in left], args.worker_timeout)
-            for w, answer in zip(left, answers):
-                if isinstance(answer, Exception):  # once more, with new episodes
-                    revive(w, answer)
-                    done[w * E : (w + 1) * E] = True
-                else:
-                    results[w] = answer
-        return list(results.values())
-
-    def act_on_learner(policy: Callable, noise: np.ndarray) -> list[dict]:
-        """Makes a rollout of the envs of all workers, which step one group of them after the other."""
-        rollout = Rollout(T, args.gamma, stats, obs, done, discounted_return)
-        pending = {}  # what a worker has been asked for, by worker and group
-
-        def ask(w: int, group: int, action: np.ndarray):
-            pending[w, group] = workers[w].step.remote(group * n, (group + 1) * n, action)
-
-        def send(group: int, actions: np.ndarray):
-            for w, action in enumerate(np.split(actions, W)):
-                ask(w, group, action)
-
-        def begin_anew(w: int, error: Exception):
-            revive(w, error)
-            for g in range(args.env_groups):
-                rollout.cut_off(slice((g * W + w) * n, (g * W + w + 1) * n))
-                if (w, g) in pending:  # any action: this step will only reset
-                    ask(w, g, np.zeros((n, action_dim), np.float32))
-
-        def receive(group: int):
-            results = collect(workers, [pending[w, group] for w in range(W)], args.worker_timeout)
-            for w in range(W):
-                while isinstance(results[w], Exception):
-                    begin_anew(w, results[w])
-                    [results[w]] = collect([workers[w]], [pending[w, group]], args.worker_timeout)
-                del pending[w, group]
-            *arrays, episodes = zip(*results)
-            rollout.store(rows_of[group], *map(np.concatenate, arrays), sum(episodes, []))
-
-        for t in range(T + 1):
-            for group, rows in enumerate(rows_of):
-                if t > 0:
-                    receive(group)
-                if t < T:
-                    send(group, rollout.act(rows, policy, noise))
-        return [rollout.results()]
-
-    raw_obs = reset(list(range(W)), [10_000 * args.seed + i for i in range(N)], cut_off=False)
-    raw_obs = np.stack(raw_obs).reshape(W, args.env_groups, n, obs_dim).swapaxes(0, 1).reshape(N, obs_dim)
-    done = np.zeros(N, bool)
     discounted_return = np.zeros(N)
-    stats = [RunningMeanStd(obs_dim), RunningMeanStd()]  # of observations and of returns
-    obs = normalize_obs(stats[0], raw_obs)
-
+    done = np.full(N, first_iteration > 0)  # a resumed run begins with a reset, as the run did that was saved
+    obs_stats = RunningMeanStd(obs_dim)
+    return_stats = RunningMeanStd()
     agent = Agent(obs_dim, action_dim).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-
-    def start_anew(iteration: int):
-        """Cuts the open episodes off and seeds anew by seed and iteration, so that a resumed run goes on alike."""
-        seeds = np.random.SeedSequence([args.seed, iteration]).generate_state(N + 1).tolist()
-        torch.manual_seed(seeds[N])
-        reset(list(range(W)), seeds, cut_off=True)
-        done[:] = True
-
-    parameters = dict(agent.named_parameters())
-    learners = {"agent": agent, "optimizer": optimizer, "obs_stats": stats[0], "return_stats": stats[1]}
+    learners = {"agent": agent, "optimizer": optimizer, "obs_stats": obs_stats, "return_stats": return_stats}
+    obs = normalize_obs(obs_stats, start_anew(first_iteration)).astype(np.float32)
     if saved:
         for name, learner in learners.items():
             learner.load_state_dict(saved[name])
         discounted_return[:] = saved["discounted_return"].numpy()
-        start_anew(first_iteration)
-
-    def update(idx: Tensor) -> Tensor:
-        """A gradient step on the rows idx of the batch; returns what to log."""
-        minibatch = {name: x[idx] for name, x in batch.items()}
-        mean, logstd, value = agent(minibatch["obs"])
-        logprob, entropy = gaussian_logprob_entropy(minibatch["action"], mean, logstd)
-        loss, losses = ppo_loss(logprob, entropy, value, minibatch, args)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        optimizer.step()
-        return losses
 
     global_step = first_iteration * batch_size
     progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
-    marks = [(time.perf_counter(), global_step)]
+    clock = time.perf_counter(), global_step  # of the last report
     interval = args.checkpoint_interval or math.inf
-    saved_at = global_step
-    path = stopped_by = None  # the last checkpoint, if its save did not fail, and a signal
+
     for iteration in range(first_iteration, num_iterations):
         # act and step
         began = time.perf_counter()
-        lost_before = lost
-        noise = torch.randn(T, N, action_dim).numpy()
-        if args.act_on == "worker":
-            rollouts = act_on_workers(deepcopy(agent).cpu(), noise)
-        else:
-            rollouts = act_on_learner(partial(sample_actions, agent), noise)
-        seconds_sampling = time.perf_counter() - began
-        for i in range(2):
-            merge_stats(stats[i], [rollout["stats"][i] for rollout in rollouts])
-        episodes = sum((rollout["episodes"] for rollout in rollouts), [])
-        for t, episodic_return, length in sorted(episodes, key=lambda episode: episode[0]):
-            writer.add_scalar("charts/episodic_return", episodic_return, global_step + (t + 1) * N)
+        noise = torch.randn(T, N, action_dim, device=device)
+        actor = deepcopy(agent).cpu() if args.act_on == "worker" else agent
+        policy = partial(sample_actions, actor)
+        rows, episodes = make_rollout(workers, policy, noise.cpu().numpy(), obs, done, obs_stats, global_step)
+        for t, return_, length in sorted(episodes, key=lambda episode: episode[0]):
+            writer.add_scalar("charts/episodic_return", return_, global_step + (t + 1) * N)
             writer.add_scalar("charts/episodic_length", length, global_step + (t + 1) * N)
-            last_returns.append(episodic_return)
+            last_returns.append(return_)
         global_step += batch_size
-        done = np.concatenate([rollout["done"] for rollout in rollouts])
-        discounted_return = np.concatenate([rollout["discounted_return"] for rollout in rollouts])
-        arrays = [rollout["stored"] for rollout in rollouts]
-        stored = {name: np.concatenate([x[name] for x in arrays], 1) for name in arrays[0]}
-        obs = stored["obs"][T]
+        writer.add_scalar("charts/sampling_seconds", time.perf_counter() - began, global_step)
 
         # learn
-        rows = {name: torch.as_tensor(x, device=device) for name, x in stored.items()}
-        reward_buffer, terminated_buffer, done_buffer, valid_buffer = rows.pop("outcome").unbind(-1)
-        value = torch.cat([rows["value"], agent(rows["obs"][T:])[2].detach()])
+        for row in rows:
+            reward, terminated, _, valid = row[:, -4:].T
+            row[:, -4] = normalize_reward(return_stats, discounted_return, reward, terminated, valid > 0, args.gamma)
+        stored = torch.as_tensor(rows, dtype=torch.float32, device=device)
+        reward_buffer, terminated_buffer, done_buffer, valid_buffer = stored[..., -4:].unbind(-1)
+        last_value = agent(torch.as_tensor(obs, device=device))[2].detach()
+        value = torch.cat([stored[..., -5], last_value[None]])
         advantage = gae(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
-        rows |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
-        batch = {name: x[:T].flatten(0, 1) for name, x in rows.items()}
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
+        rollout = {"obs": stored[..., :obs_dim], "action": stored[..., obs_dim:-6], "logprob": stored[..., -6]}
+        rollout |= {"advantage": advantage, "return": advantage + value[:T], "value": value[:T], "valid": valid_buffer}
+        batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
+        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
         for _ in range(args.update_epochs):
             for idx in torch.randperm(batch_size, device=device).split(minibatch_size):
-                losses = dict(zip(PPO_LOSSES, update(idx)))
+                losses = dict(zip(PPO_LOSSES, learn_from_vectors(agent, optimizer, batch, args, idx)))
             if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                 break
 
-        # report
+        # report and save
         losses["explained_variance"] = explained_variance(batch)
-        marks.append((time.perf_counter(), global_step))
-        metrics = report(losses, parameters, [batch["obs"], reward_buffer], last_returns, marks, writer, progress)
+        metrics = report(losses, agent.parameters(), last_returns, global_step, clock, writer, progress)
+        metrics["lost_workers"] = workers.lost
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-        writer.add_scalar("charts/sampling_seconds", seconds_sampling, global_step)
-        writer.add_scalar("charts/lost_workers", lost, global_step)
-
-        # save
-        if signals or global_step // interval > saved_at // interval:
-            kept = {"made_by": made_by, "iteration": iteration + 1, "global_step": global_step}
-            kept |= {"last_returns": list(last_returns), "discounted_return": torch.as_tensor(discounted_return)}
+        writer.add_scalar("charts/lost_workers", metrics["lost_workers"], global_step)
+        is_due = global_step // interval > clock[1] // interval
+        clock = time.perf_counter(), global_step
+        if is_due or signals:
+            kept = {"iteration": iteration + 1, "last_returns": list(last_returns)}
+            kept["discounted_return"] = torch.as_tensor(discounted_return)
             kept |= {name: learner.state_dict() for name, learner in learners.items()}
-            path = save_checkpoint(run_dir, kept)
-            saved_at = global_step
-            if signals:
-                stopped_by = signals[0]
-                break
+            save_checkpoint(run_dir, args, kept)
             start_anew(iteration + 1)
+            done[:] = True  # the next step resets every env
+        if signals:
+            break
 
-    metrics["lost_workers"] = lost
-    policy = NormalizedActor(agent, stats[0], action_space.low, action_space.high)
-    ran = {"device": str(device), "nodes": sum(node["Alive"] for node in ray.nodes())}
-    finish_run(args, run_dir, writer, ran, metrics, policy, torch.zeros(2, obs_dim))
-    progress.close()
-    for worker in workers:
-        ray.kill(worker)
-    if stopped_by:
-        print("to go on: python", shlex.join([*sys.argv, "--resume", str(path or "auto")]), file=sys.stderr)
-        sys.exit(128 + stopped_by)
+    policy = NormalizedActor(agent, obs_stats, env.action_space)
+    finish_run(args, run_dir, metrics, writer, policy, torch.zeros(2, obs_dim))
+    for resource in (progress, env):
+        resource.close()
     return metrics
 
 
-if __name__ == "__main__":
+# ---------- From here on, every script is the same: checks, run folder, checkpoints, report, signals. ----------
+
+
+def fail(message: str):
+    """Ends the program with exit code 2 and one line on stderr."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def check_numbers(args: Args):
+    """Refuses numbers that are negative or NaN, counts of zero, and shares above 1."""
+    shares = ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+    may_be_zero = ("seed", "learning_starts", "checkpoint_interval", "lag")
+    for name, value in vars(args).items():
+        least = 1 if type(value) is int and name not in may_be_zero else 0
+        most = 1 if name in shares else 2**63 - 1
+        if type(value) in (int, float) and not least <= value <= most:  # NaN fails, too
+            fail(f"--{name.replace('_', '-')} must lie between {least} and {most}, not {value}.")
+
+
+def run_prefix(args: Args) -> str:
+    """What the folders of all runs of this script, env and seed begin with."""
+    return f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
+
+
+def start_run(args: Args, saved: dict) -> tuple[Path, SummaryWriter, torch.device]:
+    """Makes the run folder with its TensorBoard writer (W&B follows it), and picks the device."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not torch.distributed.is_initialized():
+        fail("this script is one process; start it with python, not with torchrun.")
+    device = torch.device("cuda:0" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_flush_denormal(True)  # to which Adam's moments of idle weights decay; a CPU is slow on them
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    run_dir = Path("runs", f"{run_prefix(args)}{datetime.now():%Y%m%d-%H%M%S-%f}")
+    try:
+        run_dir.mkdir(parents=True)  # fails if another run has it
+    except OSError as error:
+        fail(f"cannot make the run folder: {error}")
+    if args.track:
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+        names["id"] = saved.get("wandb_id")  # a resumed run goes on in the same W&B run
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, resume="allow")
+    writer = SummaryWriter(run_dir, flush_secs=10)
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    return run_dir, writer, device
+
+
+def save_checkpoint(run_dir: Path, args: Args, kept: dict):
+    """Replaces checkpoint.pt in one step: a kill leaves the old one or the new one, whole."""
+    kept["settings"] = {"script": Path(__file__).stem} | asdict(args)
+    kept["wandb_id"] = sys.modules["wandb"].run.id if args.track else None
+    try:
+        with open(run_dir / "checkpoint.new", "wb") as file:
+            torch.save(kept, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(run_dir / "checkpoint.new", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:  # a full disk does not end a run of days
+        print(f"\nerror: no checkpoint in {run_dir}: {error}", file=sys.stderr)
+
+
+def load_checkpoint(args: Args) -> dict:
+    """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
+    free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
+    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "ray_address"]
+    free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
+    settings = {"script": Path(__file__).stem} | asdict(args)
+    paths = [args.resume] if args.resume else []
+    if args.resume == "auto":
+        paths = [path for path in Path("runs").glob("*/checkpoint.pt") if path.parent.name.startswith(run_prefix(args))]
+        paths.sort(key=os.path.getmtime, reverse=True)
+    for path in paths:
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            for name, value in settings.items():
+                if name not in free and saved["settings"][name] != value:
+                    raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
+            return saved
+        except Exception as error:  # a damaged file may lead to any
+            message = f"cannot resume from {path}: {error!s:.300}"
+        if args.resume != "auto":
+            fail(message)
+        print(f"warning: {message}", file=sys.stderr)
+    return {}
+
+
+def report(losses: dict, parameters, last_returns, global_step: int, clock, writer, progress) -> dict:
+    """Logs and returns the metrics; exits if a loss or a parameter is not finite."""
+    norms = torch._foreach_norm([p.detach() for p in parameters])
+    values = torch.stack([*losses.values(), *norms]).tolist()  # the one sync
+    metrics = dict(zip(losses, values)) | {"global_step": global_step}
+    for name in losses:
+        writer.add_scalar(f"losses/{name}", metrics[name], global_step)
+    if not math.isfinite(sum(values)):
+        writer.close()
+        sys.exit(f"\nerror: not finite: {metrics}, norms of parameters {values[len(losses) :]}. Checkpoints are kept.")
+    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
+    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
+    progress.update(global_step - progress.n)
+    metrics["SPS"] = (global_step - clock[1]) / (time.perf_counter() - clock[0])  # since the last report
+    writer.add_scalar("charts/SPS", metrics["SPS"], global_step)
+    return metrics
+
+
+def finish_run(args: Args, run_dir: Path, metrics: dict, writer, policy: nn.Module, *example: Tensor):
+    """Writes summary.json, and policy.pt2: a program from rows like `example` to noiseless actions."""
+    summary = {"script": Path(__file__).stem, "args": asdict(args), "metrics": metrics}
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    writer.close()
+    if args.save_model:
+        shapes = ({0: torch.export.Dim("rows")},) * len(example)
+        program = torch.export.export(policy.cpu().requires_grad_(False), example, dynamic_shapes=shapes)
+        torch.export.save(program, run_dir / "policy.pt2", extra_files={"card.json": json.dumps(summary)})
+
+
+def run_until_signal(train):
+    """Reads the flags and trains; Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 makes train() save and stop."""
+    words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
+    args = tyro.cli(Args, args=words.split("\0")[1:])
     signals = []
 
     def remember(number: int, _):
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
 
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    try:
-        train(tyro.cli(Args), signals)
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"\nerror: too little memory on the GPU; lower --num-workers or --num-steps. {error!s:.300}")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, remember)
+    train(args, signals)
+    if signals:
+        print("to go on, add --resume auto", file=sys.stderr)
+        sys.exit(128 + signals[0])
+
+
+if __name__ == "__main__":
+    run_until_signal(train)

@@ -149,8 +149,6 @@ class RunningMeanStd:
     def update(self, x: np.ndarray):  # (rows, *shape)
         if len(x) == 0:  # all envs only reset
             return
-        if self.count == 0:
-            self.mean += x.mean(0)  # deviations from 0 would lose digits where the numbers are large
         deviation = x - self.mean
         self.count += len(x)
         self.mean += np.add.reduce(deviation) / self.count
@@ -340,6 +338,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     envs = [make_env(args, gym.spaces.Box) for _ in range(N)]
     obs_dim = envs[0].observation_space.shape[0]
     action_space = envs[0].action_space
+    if action_space.dtype.kind != "f":
+        fail(f"{args.env_id} takes actions in {action_space}; needed: floats.")
     action_dim = math.prod(action_space.shape)
     center, scale = action_scale(action_space)
     run_dir, writer, device = start_run(args, saved)

@@ -298,7 +298,7 @@ def test_a2c_takes_the_gradient_at_the_states_and_actions_of_the_rollout(monkeyp
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spied_clip)
     monkeypatch.setattr(script.CartPole, "time_limit", 7)
     sizes = {"num_envs": 50, "num_steps": 10, "total_timesteps": 500, "ent_coef": 0.01}
-    script.train(script.Args(**sizes, device="cpu", save_model=False))
+    script.train(script.Args(**sizes, cuda=False, save_model=False))
     assert 0 < shares[0] < 1
     for grad, expected in zip(*grads, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6)
@@ -315,7 +315,7 @@ def iterate_on_meta(monkeypatch, script, env_id: str):
         raise Done
 
     sgd = lambda params, lr, eps, fused: torch.optim.SGD(params, lr=lr)  # noqa: E731 fused Adam knows no meta device
-    first_envs = script.first_envs
+    first_envs, start_run = script.first_envs, script.start_run
 
     def end_of_set_up(*args):  # from here on, a tensor is on the CPU if nobody says where
         set_up.close()
@@ -324,7 +324,7 @@ def iterate_on_meta(monkeypatch, script, env_id: str):
     with monkeypatch.context() as patch, OneDevice("meta") as mode, contextlib.ExitStack() as set_up:
         set_up.enter_context(torch.device("meta"))
         patch.setattr(script, "first_envs", end_of_set_up)
-        patch.setattr(script, "pick_device", lambda args: torch.device("meta"))
+        patch.setattr(script, "start_run", lambda *args: (*start_run(*args)[:2], torch.device("meta")))
         patch.setattr(script, "explained_variance", done)  # of a report, for which the host waits
         patch.setattr(script, "REPORT_EVERY", 2)
         patch.setattr(torch.optim, "Adam", sgd)
@@ -419,18 +419,6 @@ def test_the_env_of_the_page_compiles_in_the_twins(monkeypatch, name):
     assert ends[0].metrics["value_loss"] == pytest.approx(ends[1].metrics["value_loss"], rel=1e-4) != 0
 
 
-@pytest.mark.parametrize("name", DEVICE)
-def test_a_checkpoint_of_another_kind_of_device_is_refused(monkeypatch, name, capsys):
-    """It holds the state of the CPU's generator, which a GPU's cannot take."""
-    script, flags = load(name), tiny(name)
-    path = train(monkeypatch, name, **flags, checkpoint_interval=1).run_dir / "checkpoint.pt"
-    monkeypatch.setattr(script, "pick_device", lambda args: torch.device("cuda"))
-    with pytest.raises(SystemExit) as exit:
-        script.train(script.Args(**flags, resume=str(path)))
-    assert exit.value.code == 2
-    assert re.search(r"is of \[.*'cpu'\], not of \[.*'cuda'\]", capsys.readouterr().err)
-
-
 def test_a_step_of_the_adapter_leaves_earlier_observations_alone():
     env = names_of_the_page()["DeviceEnv"](gym.make_vec("CartPole-v1", 3), torch.device("cpu"), 1)
     envs = env.first()
@@ -446,7 +434,7 @@ def test_the_script_trains_with_envs_of_gymnasium_as_the_page_says(monkeypatch, 
     """The copy that the page describes; its returns are those that Gymnasium counts, and it learns."""
     source = Path(EAGER.__file__).read_text()
     made = '    env = DeviceEnv(gym.make_vec("CartPole-v1", N), device, args.seed)\n'
-    line = "    device = pick_device(args)\n"
+    line = "    run_dir, writer, device = start_run(args, saved)\n"
     edits = {"    env = ENVS[args.env_id]\n": "", line: line + made, "first_envs(env, N, device)": "env.first()"}
     edits["step_device(env, envs, action, uniform)"] = "env.step(envs, action)"
     for old, new in edits.items():
@@ -467,9 +455,9 @@ def test_the_script_trains_with_envs_of_gymnasium_as_the_page_says(monkeypatch, 
     monkeypatch.setattr(gym, "make_vec", counted)
     reports = []
     report = script.report
-    monkeypatch.setattr(script, "report", lambda *args: reports.append(args[3]) or report(*args))
+    monkeypatch.setattr(script, "report", lambda *args: reports.append(args[2]) or report(*args))
     metrics = script.train(
-        script.Args(num_envs=8, num_steps=64, total_timesteps=512 * 40, device="cpu", save_model=False)
+        script.Args(num_envs=8, num_steps=64, total_timesteps=512 * 40, cuda=False, save_model=False)
     )
     queue = made_envs[0].return_queue
     assert len(queue) > 100 and set(sum(reports, [])) <= set(queue)

@@ -50,7 +50,7 @@ def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, na
     with monkeypatch.context() as patch:
         patch.setattr(ours, "DiscreteAgent", Spied)
         patch.setattr(ours, "first_envs", spied_first_envs)
-        args = ours.Args(**sizes, device="cpu", save_model=False)
+        args = ours.Args(**sizes, cuda=False, save_model=False)
         noises, uniforms, permutations = [], [], []
         exponential_, rand, randperm = torch.Tensor.exponential_, torch.rand, torch.randperm
         patch.setattr(torch.Tensor, "exponential_", lambda x: noises.append(exponential_(x).clone()) or noises[-1])
@@ -61,8 +61,7 @@ def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, na
 
     def layers(part: str, weights: dict) -> list:
         names = [f"{part}.{i}" for i in (0, 2, 4)]
-        first, *rest = ((to_jax(weights[f"{n}.weight"]), to_jax(weights[f"{n}.bias"])) for n in names)
-        return [first, *((weight.T, bias) for weight, bias in rest)]
+        return [(to_jax(weights[f"{n}.weight"]).T, to_jax(weights[f"{n}.bias"])) for n in names]
 
     their_args = other.Args(**sizes)
     parameters = {part: layers(part, weights) for part in ("actor", "critic")}
@@ -88,13 +87,13 @@ def test_the_jax_script_learns_and_logs_the_same(own_folder, name):
     sizes = {"num_envs": 64, "num_steps": 64} if "ppo" in name else {"num_envs": 32, "learning_rate": 3e-3}
     metrics = script.train(script.Args(**sizes, total_timesteps=300_000))
     assert metrics["episodic_return"] > (150 if "ppo" in name else 80) and metrics["SPS"] > 0  # 22 at random
-    our_metrics = ours.train(ours.Args(num_envs=4, num_steps=32, total_timesteps=2048, device="cpu", save_model=False))
-    assert metrics.keys() == our_metrics.keys()
+    our_metrics = ours.train(ours.Args(num_envs=4, num_steps=32, total_timesteps=2048, cuda=False, save_model=False))
+    assert metrics.keys() - {"startup_seconds"} == our_metrics.keys()
     theirs, own = (
         set(EventAccumulator(str(path.parent)).Reload().Tags()["scalars"])
         for path in (next(own_folder.glob(f"runs/*{x}__1__*/events*")) for x in ("env_jax", "device_env"))
     )
-    assert theirs == own
+    assert {key for key in theirs if not key.startswith("summary/")} == own
 
 
 @pytest.mark.parametrize("name", NAMES)

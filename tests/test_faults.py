@@ -304,6 +304,7 @@ def test_nohup_keeps_a_run_alive(fork_server):
     assert json.loads(newest("summary.json").read_text())["metrics"]["global_step"] == 600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SQUASHED)
 def test_the_best_action_in_a_small_box_is_found(monkeypatch, name):
     rates = {"policy_lr": 2e-3, "q_lr": 2e-3} if "sac" in name else {"learning_rate": 2e-3}

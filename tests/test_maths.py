@@ -165,11 +165,13 @@ def test_normalisers_equal_numpys_statistics_and_come_to_gymnasiums(num_envs):
         rows.append(obs)
         ours = script.normalize_obs(obs_stats, obs)
         seen = np.concatenate(rows).astype(np.float64)
-        np.testing.assert_allclose(ours, ((obs - seen.mean(0)) / np.sqrt(seen.var(0) + 1e-8)).clip(-10, 10), rtol=1e-6)
+        np.testing.assert_allclose(
+            ours, ((obs - seen.mean(0)) / np.sqrt(seen.var(0) + 1e-8)).clip(-10, 10), rtol=1e-6, atol=1e-7
+        )
         our_reward = script.normalize_reward(return_stats, returns, reward, terminated, ~done, 0.9)
         sums.extend(returns[~done])
         deviation = np.sqrt(np.var(sums) + 1e-8)
-        np.testing.assert_allclose(our_reward, (reward / deviation).clip(-10, 10), rtol=1e-6)
+        np.testing.assert_allclose(our_reward, (reward / deviation).clip(-10, 10), rtol=1e-6, atol=1e-7)
         done = terminated | truncated
         if step > 200:
             np.testing.assert_allclose(ours, np.clip(theirs, -10, 10), rtol=1e-3, atol=1e-3)

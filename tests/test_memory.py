@@ -186,7 +186,7 @@ def test_the_operator_computes_what_the_loop_computes(C):
         weight, _, _, state = sequence(cell, 1, N)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-            operator = script.as_operator(step, C, weight, state, {})
+            operator = script.as_operator(step, C, weight, state)
         for T in (C, 2 * C, 3 * C):
             outcomes = []
             for function in (script.recur, operator):
@@ -208,9 +208,9 @@ def test_an_operator_is_not_compiled_anew_when_an_older_one_is_collected(monkeyp
     """PyTorch forgets the name that both have. A second run in a process may lose the first one's at any time."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=lambda graph, inputs, options=None: graph))
     script, (weight, gates_x, keep, state) = load("ppo_rnn_torchcompile"), sequence("gru", 2)
-    script.as_operator(script.gru, 2, weight, state, {})
+    script.as_operator(script.gru, 2, weight, state)
     older = [OPDEF_TO_LIB["leanrl::gru"]]
-    operator = script.as_operator(script.gru, 2, weight, state, {})
+    operator = script.as_operator(script.gru, 2, weight, state)
 
     def loss_of(weight):
         return operator(None, 1 * weight, gates_x, keep, state).sum()  # of a tensor that needs a gradient

@@ -43,13 +43,10 @@ def history(monkeypatch, name: str, **flags) -> tuple:
     """
     script = load(name)
     rings, draws, losses = [], [], []
-    replay_ring, sample_slices, td_loss = script.replay_ring, script.sample_slices, script.td_loss
-
-    def spied_ring(*args):
-        rings.append(replay_ring(*args))
-        return rings[-1]
+    sample_slices, td_loss = script.sample_slices, script.td_loss
 
     def spied_slices(*args):
+        rings.append(args[0])
         draws.append(sample_slices(*args))
         return draws[-1]
 
@@ -59,7 +56,6 @@ def history(monkeypatch, name: str, **flags) -> tuple:
 
     ScriptedEnv.actions.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(script, "replay_ring", spied_ring)
         patch.setattr(script, "sample_slices", spied_slices)
         patch.setattr(script, "td_loss", spied_loss)
         run = train(patch, name, **PROBLEM | flags)
@@ -182,7 +178,7 @@ def test_the_target_is_the_reward_and_the_old_value_of_the_action_that_is_best_n
     monkeypatch.setattr(script, "td_target", spied_target)
     monkeypatch.setattr(script, "td_loss", spied_loss)
     flags = {"learning_rate": 0.1, "gamma": 0.25, "target_network_frequency": 10**6, "start_e": 0.5, "end_e": 0.5}
-    script.train(script.Args(**PROBLEM | {"env_id": "DiscreteDictEnv-v0"} | flags, device="cpu", save_model=False))
+    script.train(script.Args(**PROBLEM | {"env_id": "DiscreteDictEnv-v0"} | flags, cuda=False, save_model=False))
     assert len(seen) > 20 and len(set(seen)) > 1 and not batches
 
 
