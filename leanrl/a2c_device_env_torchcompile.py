@@ -421,7 +421,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         losses = dict(zip(A2C_LOSSES, losses)) | {"explained_variance": explained_variance(learned)}
         ended = ~envs["last_return"].isnan()
         last_returns = envs["last_return"][ended].tolist()
-        metrics = report(losses, [flat], last_returns, global_step, clock, writer, progress)
+        metrics = report(losses, [flat], last_returns, global_step, clock, writer, progress)  # perf[flat]
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         if last_returns:
             writer.add_scalar("charts/episodic_return", metrics["episodic_return"], global_step)

@@ -128,9 +128,13 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
     return episodes
 
 
-def first_seed(*numbers: int) -> int:
-    """The seed that follows from seed, step and number of envs; theirs count on from it."""
-    return int(np.random.SeedSequence([*numbers]).generate_state(1)[0])
+def seed_process(numbers: list[int], offset: int = 0) -> int:
+    """Seeds what this process draws from by the seed, the step and the number of envs; those count on from the result."""
+    first = int(np.random.SeedSequence(numbers).generate_state(1)[0]) + offset
+    random.seed(first)  # an env may draw from this generator, and from the next
+    np.random.seed(first % 2**32)  # noqa: NPY002
+    torch.manual_seed(first)
+    return first
 
 
 def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
@@ -342,14 +346,13 @@ class Simulators:
 
     def reset(self, step: int, offset: int) -> np.ndarray:
         """Seeds all by the step, and resets the envs, which come after `offset` others; returns observations (E, O)."""
-        first = first_seed(self.args.seed, step, self.args.num_workers * self.args.envs_per_worker) + offset
-        random.seed(first)  # an env may draw from this generator, and from the next
-        np.random.seed(first % 2**32)  # noqa: NPY002
-        torch.manual_seed(first)
+        numbers = [self.args.seed, step, self.args.num_workers * self.args.envs_per_worker]
+        seed_process(numbers, offset)
         try:
             self.envs = self.envs or [make_env(self.args, gym.spaces.Box) for _ in self.totals[0]]
         except SystemExit as error:  # Ray would not say why
             raise RuntimeError(f"no {self.args.env_id} there: {error.__context__ or 'wrong spaces'}") from error
+        first = seed_process(numbers, offset)  # once more, since what makes an env may draw numbers, too
         self.totals[:] = 0
         for i, env in enumerate(self.envs):
             env.unwrapped.action_space.seed((first + i) % 2**31)
@@ -514,8 +517,8 @@ def make_rollout(workers: Workers, policy: Callable, noise, obs, done, stats: Ru
                     acted[g] = policy(obs[group], noise[t, group]).reshape(1, *envs[:, g].shape, -1)
                 for w in range(len(envs)):
                     send(g, w)
-    rows = np.array(rows).reshape(-1, args.env_groups, steps, *part.shape[1:]).swapaxes(1, 2)
-    rows = rows.reshape(len(noise), len(done), -1)[:, np.argsort(envs.swapaxes(0, 1).ravel())]
+    by_step = [np.concatenate(rows[i : i + args.env_groups], axis=1) for i in range(0, len(rows), args.env_groups)]
+    rows = np.concatenate(by_step)[:, np.argsort(envs.swapaxes(0, 1).ravel())]
     rows[..., -2] = np.concatenate([1 - rows[1:, :, -1], done[None]])  # done: what the next step only resets
     return rows, episodes
 
@@ -539,7 +542,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     first_iteration = saved.get("iteration", 0)
     if first_iteration >= num_iterations:
         fail("nothing is left to do; raise --total-timesteps to go on.")
-    torch.manual_seed(first_seed(args.seed, 0, 0))  # what networks are made of
+    seed_process([args.seed, 0, 0])  # seeds what makes envs and networks
     env = make_env(args, gym.spaces.Box)
     obs_dim = env.observation_space.shape[0]
     if env.action_space.dtype.kind != "f":
@@ -553,7 +556,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         args.cudagraphs = False
 
     def start_anew(iteration: int) -> np.ndarray:  # seeds all by it, and returns the first observations
-        torch.manual_seed(first_seed(args.seed, iteration, N))
+        seed_process([args.seed, iteration, N])
         return np.concatenate(workers.reset(range(W), iteration))
 
     discounted_return = np.zeros(N)

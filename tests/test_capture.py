@@ -153,8 +153,8 @@ FAULTS = {  # what goes wrong -> twin, its lines, what stands there instead
     ),
     "a learning rate that is replaced": (
         "ppo_continuous_action_torchcompile",
-        "        lr.fill_(learning_rate)",
-        "        lr = torch.full((), learning_rate, device=device)",
+        '        state["lr"].fill_(learning_rate)',
+        '        state["lr"] = torch.full((), learning_rate, device=device)',
     ),
     "a batch that is replaced": (
         "ppo_continuous_action_torchcompile",
@@ -169,8 +169,8 @@ FAULTS = {  # what goes wrong -> twin, its lines, what stands there instead
     "a step counted on the host": ("dqn_torchcompile", "    newest.add_(len(rows))", "    newest = newest + len(rows)"),
     "a read by the host in a graph": (
         "dqn_torchcompile",
-        '        return {"td_loss": loss.detach()',
-        '        loss.item()\n        return {"td_loss": loss.detach()',
+        '    return {"td_loss": loss.detach()',
+        '    loss.item()\n    return {"td_loss": loss.detach()',
     ),
     "memory that is not pinned": (
         "td3_continuous_action_torchcompile",
@@ -179,8 +179,8 @@ FAULTS = {  # what goes wrong -> twin, its lines, what stands there instead
     ),
     "a shape that depends on numbers": (
         "dqn_torchcompile",
-        "        target = td_target(",
-        "        batch['reward'][batch['reward'] > 0].sum()\n        target = td_target(",
+        "    target = td_target(",
+        "    batch['reward'][batch['reward'] > 0].sum()\n    target = td_target(",
     ),
 }
 

@@ -85,11 +85,7 @@ def patch_reports(monkeypatch, name: str):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_killed_and_resumed_run_computes_the_same_bits(monkeypatch, name):
-    """Parameters, metrics and all that the last checkpoint holds: optimizer, replay, statistics, returns.
-
-    TD3 has two threads, all others have one.
-    """
-    torch.set_num_threads(2 if name == "td3_continuous_action" else 1)
+    """Parameters, metrics and all that the last checkpoint holds: optimizer, replay, statistics, returns."""
     patch_reports(monkeypatch, name)
     whole = train_and_keep(monkeypatch, name, **problem(name))
     resumed = train(monkeypatch, name, **problem(name), resume=whole.second)

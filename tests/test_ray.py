@@ -437,7 +437,7 @@ def test_vtrace_over_episodes_known_in_advance(monkeypatch, local, name):
     monkeypatch.setattr(script.Workers, "collect", spied_collect)
     sizes = {"num_workers": 1, "envs_per_worker": 1, "num_steps": 5, "total_timesteps": 10, "learning_rate": 0.05}
     flags = {"gamma": gamma, "gae_lambda": lam, "rho_clip": 0.95, "c_clip": 0.95, "anneal_lr": False}
-    calls, batches, _ = record(monkeypatch, name, **sizes | flags)
+    calls, batches, _ = record(monkeypatch, name, **sizes | flags, seed=8)
     last_value = [120, 310]  # of what follows OBS
     for i, (ratio, *_, target, advantage) in enumerate(calls):
         ratios = (batches[i]["logprob"] - torch.tensor(played[i]).flatten()).exp()

@@ -13,8 +13,27 @@ DIVIDER = (
 )
 
 
+OVER = {  # scripts that are still too long: no more lines than these
+    "dqn_lru": 491,
+    "ppo_lru": 515,
+    "ppo_rnn": 518,
+    "a2c_device_env": 528,
+    "ppo_continuous_action": 539,
+    "ppo_device_env": 560,
+    "a2c_device_env_torchcompile": 586,
+    "ppo_lru_torchcompile": 604,
+    "ppo_continuous_action_torchcompile": 607,
+    "ppo_device_env_torchcompile": 617,
+    "ppo_rnn_torchcompile": 644,
+    "ppo_atari_ray_torchcompile": 777,
+    "ppo_continuous_action_ray_torchcompile": 803,
+}
+
+
 def budget(name: str) -> int:
     """Lines, every one counted."""
+    if name in OVER:
+        return OVER[name]
     if name == "play":
         return 180
     if "_ray" in name:
