@@ -29,7 +29,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import partial  # perf[graph]
+from functools import partial  # perf[groups]
 from pathlib import Path
 
 import numpy as np
@@ -333,23 +333,21 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         for tensor, saved_tensor in zip(tree_leaves(state), saved["state"]):  # perf[graph]
             tensor.copy_(saved_tensor)
 
-    policy = partial(act_on_frames_, agent, acting_params, args)
-    update = partial(learn_from_frames_, agent, state, batch, args)
-    if args.compile:  # perf[graph]
-        policy = torch.compile(policy, fullgraph=True)
-        update = torch.compile(update, fullgraph=True)
+    # perf[graph] one graph each
+    policy = torch.compile(act_on_frames_, fullgraph=True) if args.compile else act_on_frames_
+    update = torch.compile(learn_from_frames_, fullgraph=True) if args.compile else learn_from_frames_
 
     def act(g: int):  # captured, but not compiled: the copies between host and device stay as they are written
         now = times[g], groups[g]
         frames = obs[groups[g]].to(device, non_blocking=True, memory_format=torch.channels_last)
         obs_buffer[now] = frames
-        action_buffer[now], logprob_buffer[now], value[now] = policy(frames, noise[now][0])
+        action_buffer[now], logprob_buffer[now], value[now] = policy(agent, acting_params, args, frames, noise[now][0])
         env_action[groups[g]].copy_(action_buffer[now][0], non_blocking=True)
         times[g] = (times[g] + 1) % (T + 1)
 
     def update_epoch(permutation: Tensor) -> Tensor:  # perf[capture] all updates of an epoch in one graph
         for idx in permutation.split(minibatch_size):
-            losses = update(idx)
+            losses = update(agent, state, batch, args, idx)
         return losses
 
     acts = [partial(act, g) for g in range(G)]

@@ -129,7 +129,7 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def seed_process(numbers: list[int], offset: int = 0) -> int:
-    """Seeds what this process draws from by the seed, the step and the number of envs; those count on from the result."""
+    """Seeds what this process draws from by seed, step and number of envs, whose seeds count on from the result."""
     first = int(np.random.SeedSequence(numbers).generate_state(1)[0]) + offset
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first % 2**32)  # noqa: NPY002

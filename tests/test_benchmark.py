@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-import threading
+import time
 from types import SimpleNamespace
 
 import ablate
@@ -68,7 +68,9 @@ def measured(monkeypatch, tmp_path):
 def test_modules_import_in_one_direction():
     imports = {}
     for path in (ROOT / "benchmark").glob("*.py"):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        nodes = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
         names = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in nodes}
         imports[path.stem] = names & {other.stem for other in (ROOT / "benchmark").glob("*.py")}
     while imports:
@@ -141,6 +143,7 @@ def now(monkeypatch) -> list[float]:
     for module in (measure, probes):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=module.time.sleep))
     monkeypatch.setattr(measure, "WAITED", [0.0])
+    measure.MEASURING.clear()
     return now
 
 
@@ -222,35 +225,27 @@ def test_threads_are_those_of_the_run_or_of_the_catalog(monkeypatch):
     assert "intra_op_parallelism_threads=2" in small.environment()["XLA_FLAGS"]
 
 
-def test_communication_is_what_ranks_do_together(now):
-    def collective(*args):
+def test_communication_is_what_ranks_do_together(monkeypatch, own_folder, now):
+    """Also within DDP, whose gradients it leaves as they are. What is not between ranks is none."""
+
+    def gather(*args):
         now[0] += 2
         return args
 
-    group = SimpleNamespace(all_reduce=collective, all_gather_object=collective, barrier=collective)
-    script = SimpleNamespace(DistributedDataParallel=object)
-    seconds = probes.time_communication(script, group, SimpleNamespace(is_available=lambda: False))
-    assert group.all_reduce(1, 2) == (1, 2)
-    now[0] += 5
-    group.barrier()
-    assert seconds() == 2
-    group.all_gather_object()
-    assert seconds() == 4
-
-
-def test_communication_within_ddp_counts_and_changes_no_gradient(monkeypatch, own_folder):
-    for name in ("all_reduce", "all_gather_object"):
-        monkeypatch.setattr(dist, name, getattr(dist, name))  # to be undone
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "all_reduce", dist.all_reduce)  # to be undone
     dist.init_process_group("gloo", init_method=f"file://{own_folder}/ranks", rank=0, world_size=1)
     try:
         script = SimpleNamespace(DistributedDataParallel=DistributedDataParallel)
         seconds = probes.time_communication(script, dist, torch.cuda)
         layer = torch.nn.Linear(4, 3)
         model = script.DistributedDataParallel(layer)
-        assert seconds() == 0
+        assert dist.all_gather_object(1, 2) == (1, 2)
+        now[0] += 5
+        assert seconds() == 2
+        monkeypatch.setattr(probes, "time", time)
         model(torch.ones(2, 4)).sum().backward()
-        assert 0 < seconds() < 5
-        assert (layer.weight.grad == 2).all()
+        assert 2 < seconds() < 7 and (layer.weight.grad == 2).all()
     finally:
         model = None
         dist.destroy_process_group()
@@ -279,18 +274,6 @@ def test_the_share_of_the_graphs_counts_calls_of_updates_alone(now):
             graph()
     assert probes.graph_share(graphs, 0.008, 100, lambda: None) == pytest.approx(0.25)
     assert probes.graph_share([], 0.008, 100, lambda: None) is None
-
-
-def test_the_use_of_a_gpu_is_sampled(monkeypatch, tmp_path):
-    """A stand-in for nvidia-smi says 40 %, and then nothing that is a number."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text('#!/bin/sh\necho "$@" >> "$0.log"\n[ $(wc -l < "$0.log") = 3 ] && echo N/A || echo 40\n')
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    samples, is_measuring = [], threading.Event()
-    is_measuring.set()
-    probes.sample_gpu("GPU-1", samples, is_measuring, every=0)
-    assert samples == [40, 40] and (tmp_path / "nvidia-smi.log").read_text().splitlines()[0].endswith(" -i GPU-1")
 
 
 @pytest.mark.parametrize(("script", "mode"), [("ppo_device_env", "jax"), ("sac_continuous_action", "sbx")])
@@ -408,13 +391,11 @@ def test_a_number_of_threads_binds_every_run_to_as_many_cores(monkeypatch, measu
     assert len(bound) == 1 and measured.started[-1].threads is None
 
 
-def test_beside_a_gpu_jax_needs_it_as_well(capsys, monkeypatch, measured):
+def test_beside_a_gpu_jax_needs_it_as_well(monkeypatch, measured):
     monkeypatch.setattr(results, "gpu_names", lambda: ["a GPU"])
     monkeypatch.setattr(compare, "find_spec", lambda name: name != "jax_cuda12_plugin")
-    for peers in (True, False):
-        modes = [row["mode"] for row in measured.call("ppo_device_env", peers=peers)]
-        assert modes == ["eager", "twin", "compile", "cudagraphs", "compile+cudagraphs"]
-        assert ("since JAX has no GPU here: pip install" in capsys.readouterr().out) == peers
+    modes = [row["mode"] for row in measured.call("ppo_device_env")]
+    assert modes == ["eager", "twin", "compile", "cudagraphs", "compile+cudagraphs"]
     assert [row["mode"] for row in measured.call("ppo_atari_multigpu")] == [mode for mode in RANKS if mode[0] == "1"]
 
 
@@ -695,11 +676,6 @@ def test_the_page_names_the_scripts_whose_default_run_is_too_short_to_compile():
     assert short and short == {name for name in CATALOG if f"`{name}`" in page}
 
 
-def test_a_table_leaves_out_columns_without_a_value():
-    shown = tables.markdown(["mode", "warm", "cold", "note"], [("eager", "-", "-", ""), ("compile", "-", "9 s", "")])
-    assert shown == "| mode | cold |\n|---|---|\n| eager | - |\n| compile | 9 s |"
-
-
 def test_a_gain_is_a_figure_if_its_interval_leaves_out_one(monkeypatch):
     ratios = {"dqn": [0.5, 0.4, 0.6], "dqn_lru": [0.9, 0.8, 1.0], "ppo_lru": [1.25, 1.1, 1.3]}
     found = [{"script": s, "rows": [{"variant": "without perf[cpp]", "ratio": r}]} for s, r in ratios.items()]
@@ -707,61 +683,10 @@ def test_a_gain_is_a_figure_if_its_interval_leaves_out_one(monkeypatch):
     assert tables.gain("cpp") == "**Gain:** 2.00 x (dqn), 0.80 x (ppo_lru), none shown (dqn_lru)."
 
 
-def test_a_table_of_speed_says_how_long_and_on_what_it_was_measured():
-    row = {"mode": "eager", "sps": [1.0] * 3, "ratio": [1.0] * 3, "host_mb": 1.0, "env_share": None, "threads": 1.0}
-    rows = [row | {"runs": [RESULT]}, row | {"mode": "sbx", "threads": 2.0}]
-    table = {"script": "dqn", "env_id": "e", "flags": "--tau 1", "steps": 1000, "machine": HERE, "rows": rows}
-    heading = "`dqn --tau 1` on e, 1,000 steps a run, 1 turn (a CPU, 2 cores, torch 2, today, commit 1):"
-    assert tables.speed([table]).splitlines()[0] == heading
-    rows[1]["threads"] = 1.0
-    heading = "at most 1,000 steps and 30 s a run, 1 turn (a CPU, 2 cores, one thread a process, torch 2,"
-    assert heading in tables.speed([table | {"seconds": 30.0}])
-
-
-def test_returns_stand_in_the_order_of_the_catalog_and_beside_runs_of_equal_length(monkeypatch, own_folder):
-    monkeypatch.setattr(tables, "RESULTS", own_folder)
-    td3 = "td3_continuous_action,HalfCheetah-v4"
-    shown = ["dqn,CartPole-v1,compile,1,500000", f"{td3},no-memory,1,200000", f"{td3},compile,10,200000"]
-    shown += [f"{td3},compile,2,200000", f"{td3},compile,1,1000000", f"{td3},eager,1,200000"]
-    lines = [f"{line},{9 + i}" for i, line in enumerate(shown)]
-    (own_folder / "returns.csv").write_text("\n".join(["script,env_id,mode,seed,steps,episodic_return", *lines]))
-    rows = [(steps, mode, seeds, mean, bool(beside)) for *_, steps, mode, seeds, mean, beside in tables.return_rows()]
-    assert rows == [
-        ("200,000", "eager", "1", "14.0", False),
-        ("200,000", "compile", "2 10", "11.5 ± 0.7", False),
-        ("200,000", "no-memory", "1", "10.0", False),
-        ("1,000,000", "compile", "1", "13.0", True),
-        ("500,000", "compile", "1", "9.0", True),
-    ]
-    assert tables.many_seeds([1.0, 2.0, 3.0, 4.0, 1000.0]).startswith("; IQM 3.0 [")  # an outlier does not move it
-    for row in results.read_csv(ROOT / "benchmark" / "published.csv"):  # CleanRL's JAX scripts end elsewhere
+def test_returns_stand_beside_published_ones_of_equal_length():
+    """And CleanRL's JAX scripts end elsewhere than its scripts in PyTorch."""
+    rows = {(script, steps): beside for script, _, steps, *_, beside in tables.return_rows()}
+    assert rows["td3_continuous_action", "200,000"] == "" and "±" in rows["td3_continuous_action", "1,000,000"]
+    for row in results.read_csv(ROOT / "benchmark" / "published.csv"):
         assert row["source"] == f"CleanRL's {row['script']}.py"
-
-
-def test_the_returns_with_bf16_are_beside_those_without(monkeypatch, own_folder):
-    """Three seeds each, and a longer run."""
-    monkeypatch.setattr(tables, "RESULTS", own_folder)
-    (own_folder / "curves").mkdir()
-    lines = ["script,env_id,mode,seed,steps,episodic_return", "dqn,E-v0,compile,1,1000000,100"]
-    for mode, ends in (("compile", (1.0, 2.0, 3.0)), ("compile+bf16", (2.0, 3.0, 4.0))):
-        lines += [f"dqn,E-v0,{mode},{seed},150000,{end}" for seed, end in enumerate(ends)]
-        curve = [f"{seed},{value}" for seed, end in enumerate(ends) for value in (0, -2 * end)]
-        path = own_folder / "curves" / f"dqn__E-v0__150000__{mode}.csv"
-        path.write_text("\n".join(["seed,episodic_return", *curve]))
-    (own_folder / "returns.csv").write_text("\n".join(lines))
-    *_, ends, whole = tables.bf16("dqn", "E-v0", "150000").splitlines()
-    assert ends.startswith("| of the last 100 episodes | 2.00 ± 1.00 (3 seeds) | 3.00 ± 1.00 (3 seeds) | 1.00 | ")
-    assert whole.startswith("| over the whole run | -2.00 ± 1.00 (3 seeds) | -3.00 ± 1.00 (3 seeds) | -1.00 | ")
-    low, high = map(float, ends.split("|")[-2].split(" to "))  # the mean of three has a deviation of 0.47 if drawn anew
-    assert low == pytest.approx(1 - 1.96 * 0.47 * 2**0.5, abs=0.15) and high == pytest.approx(2 - low)
-
-
-def test_the_early_returns_of_pong_are_those_of_each_seed(monkeypatch, own_folder):
-    monkeypatch.setattr(tables, "RESULTS", own_folder)
-    (own_folder / "curves").mkdir()
-    curve = ["1,900000,9,-99", "1,925000,1,-10", "1,1000000,3,-14", "2,1000000,1,-20", "2,2500000,1,9", "1,2500000,1,10"]
-    path = own_folder / "curves" / "ppo_atari_envpool__Pong-v5__2500000__compile-annealed-over-10M.csv"
-    path.write_text("\n".join(["seed,step,episodes,episodic_return", *curve]))
-    *_, early, late = tables.pong().splitlines()
-    assert early.startswith("| 1,000,000 | - | -13.0, -20.0 | ")  # means over episodes, in the order of seeds
-    assert late.startswith("| 2,500,000 | - | 10.0, 9.0 | ")
+    assert tables.many_seeds([1.0, 2.0, 3.0, 4.0, 1000.0]).startswith("; IQM 3.0 [")  # an outlier does not move it

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, ScriptedPool, forked, load
+from conftest import ROOT, KnownSeeds, ScriptedPool, forked, load
 from conftest import train as train_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_cuda import distance
@@ -107,6 +108,7 @@ def be_rank(variables: dict[str, str], cwd, patch: str, args: dict):
 
     script.AtariAgent = SpiedAgent
     torch.set_num_threads(1)
+    np.random.SeedSequence = KnownSeeds  # as in conftest.train()
     exec(patch, {"os": os, "rank": rank, "script": script, "sys": sys, "torch": torch, "ScriptedPool": ScriptedPool})
     script.train(script.Args(**args | {"save_model": False}))
     torch.save({name: p.detach() for name, p in agents[0].named_parameters()}, f"parameters{rank}.pt")
@@ -215,9 +217,7 @@ def test_ranks_play_games_of_their_own_and_rank_0_logs_for_all(own_folder):
     assert len({*env_seeds, *other_env_seeds}) == 4 and seed != other_seed
     (run_dir,) = (own_folder / "run" / "runs").iterdir()
     summary = json.loads((run_dir / "summary.json").read_text())
-    ran = {"device": "cpu", "backend": "gloo", "ddp": True, "world_size": 2, "compile": False, "cudagraphs": False}
-    ran |= {"num_envs": 4, "batch_size": 512, "minibatch_size": 128, "num_iterations": 2}
-    assert summary["ran"] == ran
+    assert summary["args"]["local_num_envs"] == 2
     assert summary["metrics"]["global_step"] == 1024
     events = EventAccumulator(str(run_dir)).Reload()
     assert [e.step for e in events.Scalars("charts/SPS")] == [512, 1024]
@@ -263,7 +263,8 @@ def test_a_rank_that_fails_ends_the_others(own_folder, victim, fault, flags):
         ranks.processes[victim].send_signal(fault)
         other = ranks.processes[1 - victim]
         _, output = other.communicate(timeout=25)
-    assert other.returncode == 1 and f"error: rank {1 - victim} lost the others" in output, output
+    said = r"Connection (closed|reset) by peer|Timed out waiting \d+ms"
+    assert other.returncode == 1 and re.search(said, output), output
 
 
 @pytest.mark.slow
@@ -291,7 +292,7 @@ def test_a_break_is_decided_by_all_ranks(own_folder):
             "def ppo_loss(*args):\n    loss, losses = original(*args)\n"
             "    losses[script.PPO_LOSSES.index('approx_kl')] += float('nan') if rank else 0\n    return loss, losses\n"
             "script.ppo_loss = ppo_loss\n",
-            "error: losses/approx_kl is nan",  # of rank 1 alone
+            "error: not finite: ",  # of rank 1 alone
         ),
         (
             3,
