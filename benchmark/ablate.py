@@ -4,12 +4,10 @@
 
 A trick is taken out, or one that was turned down is tried, by a patch in ablations/SCRIPT/. Its first line says what it
 does, its second the mode that is run. It is applied to a copy of the script, and runs beside the script as it is, slice
-by slice in turn, as in compare.py. A patch that no longer applies is an error. Writes OUT/SCRIPT.json.
+by slice in turn, as in compare.py. A patch that no longer applies is an error. Keeps a table in OUT/ablate.json.
 """
 
-import json
 import re
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -17,8 +15,8 @@ from pathlib import Path
 
 import tyro
 from catalog import CATALOG
-from compare import Run, interval, machine, measure, ratios
-from measure import ROOT
+from results import ROOT, RUNS, interval, keep, machine, ratios
+from runs import Run, patched, take_turns
 
 ABLATIONS = ROOT / "benchmark" / "ablations"
 NOT_COMPILED = "without perf[graph]: no compilation"  # the twin without flags: it needs no patch
@@ -29,7 +27,7 @@ class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(sorted(folder.name for folder in ABLATIONS.iterdir()))
     steps: int | None = None  # env steps of each run; default: the script's own
     pairs: int = 3  # turns of all variants
-    out: Path = Path("runs/ablate")  # where the JSON goes
+    out: Path = RUNS  # where the table goes
 
 
 def variants(script: str) -> dict[str, tuple[str, Path | None]]:
@@ -41,21 +39,9 @@ def variants(script: str) -> dict[str, tuple[str, Path | None]]:
     return found
 
 
-def patched(script: str, mode: str, patch: Path | None, folder: Path) -> Path:
-    """Copies the script of this mode into the folder, which must be new, and applies the patch to the copy."""
-    file = f"{script}{CATALOG[script].modes[mode][0]}.py"
-    folder.mkdir()
-    (folder / file).write_text((ROOT / "leanrl" / file).read_text())
-    if patch:
-        command = ["git", "apply", "--recount", patch]
-        applied = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if applied.returncode:
-            sys.exit(f"error: {patch.relative_to(ROOT)} does not apply to {file}:\n{applied.stderr}")
-    return folder / file
-
-
-def ablate(script: str, args: Args):
+def ablate(script: str, args: Args) -> list[dict]:
     entry = CATALOG[script]
+    steps = args.steps or entry.steps
     runs = {title: [] for title in variants(script)}  # [(its result, that of the script as it is)]
     with tempfile.TemporaryDirectory() as root:
 
@@ -65,29 +51,28 @@ def ablate(script: str, args: Args):
             if not folder.exists():
                 patched(script, mode, patch, folder)
             about = {"cache": folder / "cache", "slices": entry.slices}
-            return Run(script, mode, args.steps or entry.steps, entry.env_id, turn + 1, folder, **about)
+            return Run(script, mode, steps, entry.env_id, turn + 1, folder, **about)
 
         for turn in range(args.pairs):
             for title, (mode, patch) in variants(script).items():
                 print(f"{script}, turn {turn + 1} of {args.pairs}: {title}", file=sys.stderr)
                 as_it_is = "compile" if mode == "twin" else mode
-                runs[title].append(measure(run(mode, patch, turn), run(as_it_is, None, turn)))
+                runs[title].append(take_turns(run(mode, patch, turn), run(as_it_is, None, turn)))
             rows = []
             for title, (mode, _) in variants(script).items():
                 own, base = zip(*runs[title], strict=True)
                 rows.append({"variant": title, "mode": mode, "ratio": interval(ratios(own, base))})
-                rows[-1] |= {"steps": args.steps or entry.steps, "runs": own, "as_it_is": base}
-            report = {"script": script, "env_id": entry.env_id, "machine": machine(), "variants": rows}
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")  # of all turns so far
-    for row in rows:
-        ratio, low, high = row["ratio"]
-        print(f"{row['variant']:65s} {ratio:5.2f}  ({low:.2f} - {high:.2f})")
+                rows[-1] |= {"steps": steps, "runs": own, "as_it_is": base}
+            table = {"script": script, "env_id": entry.env_id, "machine": machine(), "rows": rows}
+            keep(args.out, "ablate", table)  # of all turns so far
+    return rows
 
 
 def main(args: Args):
     for script in args.scripts:
-        ablate(script, args)
+        for row in ablate(script, args):
+            ratio, low, high = row["ratio"]
+            print(f"{row['variant']:65s} {ratio:5.2f}  ({low:.2f} - {high:.2f})")
 
 
 if __name__ == "__main__":

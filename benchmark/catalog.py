@@ -54,6 +54,7 @@ class Script:
     graphs: int = 0  # how many functions --compile compiles
     on_device: bool = False  # its envs are in the script
     in_readme: bool = False  # whether it is a row of the table there, which has six at most
+    threads: int | None = None  # of a measured run, where one thread is enough; None: as many as there are cores
     slices: int = 20  # parts of a measured run, in turns; 1 where players would play on while others have theirs
     modes: dict[str, tuple[str, list]] = field(default_factory=lambda: MODES)
     peers: dict[str, tuple[str, Callable]] = field(default_factory=dict)  # what is measured beside it; see peers.py
@@ -79,6 +80,7 @@ CATALOG = {
     "ppo_continuous_action": Script(
         env_id="HalfCheetah-v4",
         steps=40_960,
+        threads=1,
         requirements="mujoco",
         policy="Agent",
         losses=PPO_LOSSES,
@@ -99,6 +101,7 @@ CATALOG = {
     "ppo_continuous_action_ray": Script(
         env_id="HalfCheetah-v4",
         steps=40_960,
+        threads=1,
         requirements="ray",
         policy="Agent",
         losses=PPO_LOSSES,
@@ -142,6 +145,7 @@ CATALOG = {
     "dqn": Script(
         env_id="CartPole-v1",
         steps=100_000,
+        threads=1,
         requirements="",
         policy="QNetwork",
         losses="td_loss q_values",
@@ -171,6 +175,7 @@ CATALOG = {
     "ppo_rnn": Script(
         env_id="popgym:popgym-RepeatPreviousEasy-v0",
         steps=40_960,
+        threads=1,
         requirements="memory",
         policy="RNNAgent",
         losses=PPO_LOSSES,
@@ -184,6 +189,7 @@ CATALOG = {
     "dqn_lru": Script(
         env_id="popgym:popgym-PositionOnlyCartPoleEasy-v0",
         steps=40_000,
+        threads=1,
         requirements="memory",
         policy="LRUQNetwork",
         losses="td_loss q_values",
@@ -259,6 +265,7 @@ CATALOG = {
     "ppo_atari_multigpu": Script(
         env_id="Breakout-v5",
         steps=16_384,
+        threads=1,
         requirements="atari",
         policy="AtariAgent",
         losses=PPO_LOSSES,

@@ -8,7 +8,7 @@
 # where X is a script with a twin, but not on Ray; tests-others; tests-ray (both on Ray); tests-ranks and
 # speed-ppo_atari_multigpu (two GPUs). A part takes at most 9 minutes.
 #
-# Leaves OUT/PART.log, OUT/SCRIPT.json, OUT/SCRIPT.png and OUT/SCRIPT_gpu.png, and prints the tables last.
+# Leaves OUT/PART.log, OUT/speed.json and OUT/SCRIPT.png, and prints the tables last.
 set -euo pipefail
 out=$(realpath -m "${1:?usage: cuda.sh OUT [PART...]}")
 parts=" ${*:2} "

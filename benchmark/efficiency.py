@@ -4,11 +4,10 @@
 
 The efficiency is the rate of env steps, while sampling, over that of as many simulators that never wait. Each way is
 the twin ppo_continuous_action_ray_torchcompile.py with other flags; Gymnasium's AsyncVectorEnv and Tianshou's
-RayVectorEnv stand beside, the latter in the environment that ./run.sh rllib makes. Writes results/ray.json, which
-plot.py shows, with the formula that fits a call per env step (docs/ray.md).
+RayVectorEnv stand beside, the latter in the environment that ./run.sh rllib makes. Keeps a table in OUT/ray.json, with
+the formula that fits a call per env step (docs/ray.md).
 """
 
-import json
 import os
 import re
 import subprocess
@@ -22,7 +21,7 @@ import gymnasium as gym
 import numpy as np
 import sleeping
 import tyro
-from compare import machine
+from results import RUNS, keep, machine
 from scipy.optimize import curve_fit
 
 FOLDER = Path(__file__).resolve().parent
@@ -43,7 +42,7 @@ class Args:
     workers: tuple[int, ...] = (1, 4, 16, 64)  # numbers of workers
     milliseconds: tuple[int, ...] = sleeping.MILLISECONDS  # times that a step takes
     ways: tuple[str, ...] = (*WAYS, ASYNC, TIANSHOU)  # how the simulators are called
-    out: Path = FOLDER / "results" / "ray.json"  # where the JSON goes
+    out: Path = RUNS  # where the table goes
     cell: str | None = None  # measure this one alone, "way/workers/milliseconds", and print its steps per second
 
 
@@ -113,23 +112,18 @@ def main(args: Args):
         return
     if TIANSHOU in args.ways and not PYTHON_OF_TIANSHOU.exists():
         sys.exit("error: Tianshou is not there; ./run.sh rllib installs it, or leave it out of --ways.")
-    here = machine()
-    found = json.loads(args.out.read_text()) if args.out.exists() else {}
-    rows = found["rows"] if found.get("machine") == here else []  # of a run that was interrupted today
-    result = {"machine": here, "envs": ENVS, "rows": rows}
-    done = {(row["way"], row["workers"], row["milliseconds"]) for row in rows}
+    rows = []
+    table = {"machine": machine(), "envs": ENVS, "rows": rows}
     for milliseconds in args.milliseconds:
         for workers in args.workers:
             for way in args.ways:
-                if (way, workers, milliseconds) in done:
-                    continue
                 rate = measure(f"{way}/{workers}/{milliseconds}")
                 row = {"way": way, "workers": workers, "milliseconds": milliseconds, "steps_per_second": rate}
                 rows.append(row | {"efficiency": rate * milliseconds / 1000 / workers})
                 print(*rows[-1].values(), flush=True)
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
     if sum(row["way"] == "one env a call" for row in rows) > 2:
-        args.out.write_text(json.dumps(result | {"fit": fit(rows)}, indent=1) + "\n")
+        table["fit"] = fit(rows)
+    keep(args.out, "ray", table)
 
 
 if __name__ == "__main__":

@@ -136,17 +136,27 @@ def load(args: Args):
 
 def run_script(args: Args) -> dict:
     """Trains by a call of the script's train(), in a folder that is thrown away."""
+    import torch
+
     script = load(args)
-    report, marks = script.report, []
+    report, marks, metrics = script.report, [], {}
     rates, on_report = slices(args)
+    graphs = probes.know_graphs(script) if hasattr(script, "CudaGraphModule") else []
+    shared = []  # with several ranks, at each report the seconds so far in what they do together
+    if args.mode in RANKS:
+        seconds_shared = probes.time_communication(script, torch.distributed, torch.cuda)
 
     def timed_report(losses, *rest):
-        metrics = report(losses, *rest)
-        *_, global_step, last_report, writer, progress = rest
+        metrics.update(report(losses, *rest))
+        *_, last_report, writer, progress = rest
+        global_step = metrics["global_step"]
         if not losses:  # learning has not begun
             return metrics
-        marks.extend([] if marks else [last_report])  # it began after this one, or where the loop begins
+        if not marks:  # it began after the last report, or where the loop begins; JAX hands a list of all reports
+            marks.append(last_report if isinstance(last_report, tuple) else last_report[0])
         marks.append((clock(), global_step))
+        if args.mode in RANKS:
+            shared.append(seconds_shared())
         try:
             on_report(global_step)
         except Enough:
@@ -170,7 +180,14 @@ def run_script(args: Args) -> dict:
         os.chdir(ROOT)
     if not rates:
         sys.exit(f"error: {args.steps} steps are too few; a run of one slice needs a multiple of its rollout.")
-    return speed(marks) | {"rates": rates}
+    result = speed(marks) | {"episodic_return": metrics["episodic_return"], "rates": rates}
+    learning_steps = marks[-1][1] - marks[0][1]
+    if share := probes.graph_share(graphs, 1 / result["SPS"], learning_steps, torch.cuda.synchronize):
+        result["graph_share"] = share
+    if shared:
+        first = WARMUP_REPORTS - 1  # shared[i] belongs to marks[i + 1]
+        result["communication"] = (shared[-1] - shared[first]) / (marks[-1][0] - marks[first + 1][0])
+    return result
 
 
 def run_peer(args: Args) -> dict:
@@ -189,24 +206,6 @@ def run_peer(args: Args) -> dict:
     return speed(marks) | {"rates": rates}
 
 
-def run_rank(args: Args) -> dict:
-    """Trains as one of the ranks that torchrun has started; also the share of the time that reductions take."""
-    import torch
-
-    script = load(args)
-    seconds = probes.time_communication(script, torch.distributed, torch.cuda)
-    reports, report = [], script.report  # [(seconds, of them in communication)]
-
-    def timed_report(*inputs):
-        reports.append((clock(), seconds()))
-        return report(*inputs)
-
-    script.report = timed_report
-    result = run_script(args)
-    (start, before), (end, after) = reports[WARMUP_REPORTS - 1], reports[-1]
-    return result | {"communication": (after - before) / (end - start)}
-
-
 def uses_jax(args: Args) -> bool:
     """Whether JAX computes, not PyTorch."""
     package, _ = CATALOG[args.script].peers.get(args.mode, (None, None))
@@ -216,7 +215,7 @@ def uses_jax(args: Args) -> bool:
 def main(args: Args):
     if args.mode in RANKS and "RANK" not in os.environ:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.mode[0]}"]
-        sys.exit(subprocess.run([*launch, *sys.argv], env={"OMP_NUM_THREADS": "1"} | os.environ).returncode)
+        sys.exit(subprocess.run([*launch, *sys.argv]).returncode)
     if find_spec("mujoco"):
         import mujoco
 
@@ -231,14 +230,13 @@ def main(args: Args):
             sys.exit(f"error: PyTorch has a GPU here, and JAX has none: {JAX_ON_A_GPU}")
     if has_gpu:
         uuid = str(torch.cuda.get_device_properties(0).uuid)  # nvidia-smi may count in another order
-        inputs = (f"GPU-{uuid.removeprefix('GPU-')}", samples, clock, MEASURING)
+        inputs = (f"GPU-{uuid.removeprefix('GPU-')}", samples, MEASURING)
         threading.Thread(target=probes.sample_gpu, args=inputs, daemon=True).start()
     entry = CATALOG[args.script]
     if not entry.steps_elsewhere:
         probe = probes.time_pool_steps if entry.requirements == "atari" else probes.time_env_steps
         seconds_and_steps = probe(args.env_id)
-    run = run_rank if args.mode in RANKS else run_script if args.mode in entry.modes else run_peer
-    result = run(args)
+    result = (run_script if args.mode in entry.modes else run_peer)(args)
     MEASURING.clear()
     result["env_share"] = None  # of the steady rate's time, in the simulator
     if not entry.steps_elsewhere:
@@ -248,8 +246,7 @@ def main(args: Args):
     result["host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if has_gpu:
         result["device_mb"] = None if uses_jax(args) else torch.cuda.max_memory_reserved() / 2**20
-        result["gpu_samples"] = samples
-        result["gpu_utilisation"] = sum(percent for _, percent in samples) / len(samples) if samples else None
+        result["gpu_utilisation"] = sum(samples) / len(samples) if samples else None
     if os.environ.get("RANK", "0") == "0":
         print(f"\n{json.dumps(result)}")
 

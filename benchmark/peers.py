@@ -1,56 +1,35 @@
 """The libraries that compare.py measures beside our scripts: Stable-Baselines3 and its contrib (PyTorch), SBX (JAX).
 
 Each runs with our defaults. A peer is (the package that it needs, what trains it). The latter is a function of an env
-id, a seed, a number of env steps and a callback that gets the steps done so far, first when learning begins. It returns
-the mean episodic return.
+id, a seed, a number of env steps and a callback that gets the steps done so far, first when learning begins.
 """
 
 import importlib
-import math
 from collections.abc import Callable
 from functools import partial
 
 PACKAGES = {"sb3": "stable_baselines3", "sbx": "sbx", "sb3-contrib": "sb3_contrib"}
 LEARNING_STARTS = 1_000  # env steps of random actions, off-policy: short, since what counts comes after
 
-PPO_SETTINGS = {
-    "n_steps": 2048,
-    "batch_size": 64,
-    "n_epochs": 10,
-    "learning_rate": 3e-4,
-    "gamma": 0.99,
-    "gae_lambda": 0.95,
-}
-PPO_SETTINGS |= {"clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5}
+PPO_SETTINGS = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4, "gamma": 0.99}
+PPO_SETTINGS |= {"gae_lambda": 0.95, "clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5}
 PPO_SETTINGS |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
-RECURRENT_PPO_SETTINGS = PPO_SETTINGS | {
-    "n_steps": 128,
-    "batch_size": 32 * 128 // 4,
-    "n_epochs": 4,
-    "learning_rate": 1e-3,
-    "ent_coef": 0.01,
-    "policy_kwargs": {"lstm_hidden_size": 128, "shared_lstm": True, "enable_critic_lstm": False},
+LSTM = {
+    "lstm_hidden_size": 128,
+    "shared_lstm": True,
+    "enable_critic_lstm": False,
+    "net_arch": {"pi": [128], "vf": [128]},
 }
-RECURRENT_PPO_SETTINGS["policy_kwargs"] |= {"net_arch": {"pi": [128], "vf": [128]}}
+RECURRENT_PPO_SETTINGS = PPO_SETTINGS | {"n_steps": 128, "batch_size": 32 * 128 // 4, "n_epochs": 4}
+RECURRENT_PPO_SETTINGS |= {"learning_rate": 1e-3, "ent_coef": 0.01, "policy_kwargs": LSTM}
 OFF_POLICY_SETTINGS = {"gamma": 0.99, "gradient_steps": 1, "learning_starts": LEARNING_STARTS}
-CONTINUOUS_SETTINGS = OFF_POLICY_SETTINGS | {
-    "learning_rate": 3e-4,
-    "buffer_size": 1_000_000,
-    "batch_size": 256,
-    "tau": 0.005,
-}
-CONTINUOUS_SETTINGS |= {"train_freq": 1, "policy_kwargs": {"net_arch": [256, 256]}}
+CONTINUOUS_SETTINGS = OFF_POLICY_SETTINGS | {"learning_rate": 3e-4, "buffer_size": 1_000_000, "batch_size": 256}
+CONTINUOUS_SETTINGS |= {"tau": 0.005, "train_freq": 1, "policy_kwargs": {"net_arch": [256, 256]}}
 TD3_SETTINGS = CONTINUOUS_SETTINGS | {"policy_delay": 2}
 SAC_SETTINGS = CONTINUOUS_SETTINGS | {"ent_coef": "auto"}
-DQN_SETTINGS = OFF_POLICY_SETTINGS | {
-    "learning_rate": 2.5e-4,
-    "buffer_size": 10_000,
-    "batch_size": 128,
-    "tau": 1.0,
-    "train_freq": 10,
-}
-DQN_SETTINGS |= {"target_update_interval": 500, "exploration_initial_eps": 1.0, "exploration_final_eps": 0.05}
-DQN_SETTINGS |= {"exploration_fraction": 0.5, "policy_kwargs": {"net_arch": [120, 84]}}
+DQN_SETTINGS = OFF_POLICY_SETTINGS | {"learning_rate": 2.5e-4, "buffer_size": 10_000, "batch_size": 128, "tau": 1.0}
+DQN_SETTINGS |= {"train_freq": 10, "target_update_interval": 500, "policy_kwargs": {"net_arch": [120, 84]}}
+DQN_SETTINGS |= {"exploration_initial_eps": 1.0, "exploration_final_eps": 0.05, "exploration_fraction": 0.5}
 
 
 def train(
@@ -65,7 +44,7 @@ def train(
     normalize: bool = False,
     policy: str = "MlpPolicy",
     num_envs: int = 1,
-) -> float:
+):
     """Trains; reports once per rollout of PPO, and every 500 steps of learning off-policy.
 
     With `monitor`, a folder, Stable-Baselines3's Monitor writes each episode to it.
@@ -101,7 +80,6 @@ def train(
     if not learning_starts:
         on_report(0)
     model.learn(steps, callback=Clock())
-    return float(np.mean([episode["r"] for episode in model.ep_info_buffer or [{"r": math.nan}]]))
 
 
 def both(suffix: str, algorithm: str, settings: dict, **kwargs) -> dict[str, tuple[str, Callable]]:

@@ -23,11 +23,9 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from ablate import patched
 from catalog import CATALOG, RANKS
-from compare import Run, best_threads, machine
-from measure import ROOT
-from plot import RESULTS, read_csv
+from results import RESULTS, ROOT, machine, read_csv
+from runs import Run, best_threads, file_of, patched
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 BINS = 100
@@ -76,17 +74,17 @@ def run_script(
     script: str, env_id: str, seed: int, mode: str, total_timesteps: int, folder: str, patch: Path | None
 ) -> tuple:
     """Trains in a fresh process: step, seconds and return of each episode, and the mean return of the last 100."""
-    suffix, flags = CATALOG[script].modes[mode]
+    _, flags = CATALOG[script].modes[mode]
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mode[0]}"] if mode in RANKS else []
-    path = ROOT / "leanrl" / f"{script}{suffix}.py"
-    if patch:
-        path = patched(script, mode, patch.resolve(), Path(folder, "patched"))
+    path = patched(script, mode, patch.resolve(), Path(folder, "patched")) if patch else file_of(script, mode)
     command = [sys.executable, "-W", "ignore", *launch, path, *flags]
     command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
     command += shlex.split(FLAGS.get((script, env_id), ""))
     if mode in RANKS:
         command += ["--local-num-envs", 8 // int(mode[0])]  # together as many as one process has: the same updates
     environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}  # where no_velocity.py is
+    if threads := CATALOG[script].threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
     subprocess.run([str(part) for part in command], cwd=folder, check=True, env=environment)
     (run_dir,) = Path(folder, "runs").iterdir()
     summary = json.loads((run_dir / "summary.json").read_text())

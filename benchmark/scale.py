@@ -3,10 +3,9 @@
     python benchmark/scale.py sac_continuous_action --what batch_size
 
 The plain file and the compiled twin take turns, as in compare.py. They are copies in which the size is another. The
-compiler's cache is empty at each size. Writes OUT/SCRIPT.json, which plot.py draws.
+compiler's cache is empty at each size. Keeps a table in OUT/scale.json, which plot.py draws.
 """
 
-import json
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import tyro
 from catalog import CATALOG
-from compare import Run, interval, machine, measure
-from measure import ROOT
+from results import RUNS, interval, keep, machine
+from runs import Run, file_of, take_turns
 
 MODES = ("eager", "compile")
 WIDTHS = (64, 256, 1024)
@@ -42,7 +41,7 @@ class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = tuple(SIZES)
     what: tuple[str, ...] = ()  # only these sizes; default: all of the script
     seconds: float = 5  # how long each mode is measured
-    out: Path = Path("runs/scale")  # where the JSON goes
+    out: Path = RUNS  # where the table goes
 
 
 def with_size(script: str, source: str, what: str, value: int) -> tuple[str, list]:
@@ -51,15 +50,15 @@ def with_size(script: str, source: str, what: str, value: int) -> tuple[str, lis
         of_width, to_width = f", {LAYER[script]})", f"({LAYER[script]}, "
         assert of_width in source and to_width in source
         return source.replace(of_width, f", {value})").replace(to_width, f"({value}, "), []
-    if what == "threads":  # see Run.threads
+    if what == "threads":  # of the process, see measure_size()
         return source, []
     if what == "buffer_size":
         assert sum(old in source for old in FULL) == 2  # a plain file and a twin count the pairs in different ways
         for old, new in FULL.items():
             source = source.replace(old, new)
-    flags = [f"--{what.replace('_', '-')}", value]
+    flags = [f"--{what.replace('_', '-')}", str(value)]
     if what == "num_envs" and "ppo" in script:
-        flags += ["--num-steps", 2048 // value]  # a rollout of as many env steps
+        flags += ["--num-steps", str(2048 // value)]  # a rollout of as many env steps
     return source, flags
 
 
@@ -69,19 +68,20 @@ def measure_size(script: str, what: str, value: int, seconds: float) -> dict:
     with tempfile.TemporaryDirectory() as root:
         runs = []
         for mode in MODES:
-            file = f"{script}{entry.modes[mode][0]}.py"
-            source, flags = with_size(script, (ROOT / "leanrl" / file).read_text(), what, value)
+            file = file_of(script, mode)
+            source, flags = with_size(script, file.read_text(), what, value)
             folder = Path(root, mode)
             folder.mkdir()
-            (folder / file).write_text(source)
-            runs.append(Run(script, mode, 1_000_000, entry.env_id, 1, folder, slices=5, seconds=seconds))
-            runs[-1].flags = tuple(map(str, flags))
-            runs[-1].threads = value if what == "threads" else None
-            runs[-1].report_interval = None if "ppo" in script else 128
-        results = measure(*runs)
+            (folder / file.name).write_text(source)
+            run = Run(script, mode, 1_000_000, entry.env_id, 1, folder, slices=5, seconds=seconds)
+            run.flags = tuple(flags)
+            run.threads = value if what == "threads" else None
+            run.report_interval = None if "ppo" in script else 128
+            runs.append(run)
+        results = take_turns(*runs)
     row = {"what": what, "value": value}
     for mode, result in zip(MODES, results, strict=True):
-        kept = {name: result[name] for name in ("startup_seconds", "host_mb", "device_mb")}
+        kept = {name: result[name] for name in ("startup_seconds", "host_mb")}
         row[mode] = kept | {"sps": interval([result["rates"]])}
     return row
 
@@ -89,15 +89,14 @@ def measure_size(script: str, what: str, value: int, seconds: float) -> dict:
 def main(args: Args):
     if unknown := set(args.what) - {what for script in args.scripts for what in SIZES[script]}:
         sys.exit(f"error: no size {', '.join(unknown)} of {', '.join(args.scripts)}.")
-    args.out.mkdir(parents=True, exist_ok=True)
     for script in args.scripts:
         rows = []
         for what, values in SIZES[script].items():
             for value in values if not args.what or what in args.what else ():
                 rows.append(measure_size(script, what, value, args.seconds))
-                print({key: rows[-1][key] for key in ("what", "value")}, *rows[-1].values(), flush=True)
-                report = {"script": script, "env_id": CATALOG[script].env_id, "machine": machine(), "sizes": rows}
-                (args.out / f"{script}.json").write_text(json.dumps(report, indent=1) + "\n")  # of all so far
+                print(*rows[-1].values(), flush=True)
+                table = {"script": script, "env_id": CATALOG[script].env_id, "machine": machine(), "rows": rows}
+                keep(args.out, "scale", table)  # of all so far
 
 
 if __name__ == "__main__":

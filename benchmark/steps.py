@@ -1,18 +1,16 @@
 """Measures what each step of docs/your-own-script.md brings: it runs the program of that page, and times its updates.
 
-    python benchmark/steps.py            # writes benchmark/results/steps.json; plot.py puts it into the page
+    python benchmark/steps.py            # keeps a table in benchmark/results/steps.json; plot.py puts it into the page
 
 The updates take turns, 50 calls each, so that a machine whose speed drifts slows all of them alike.
 """
 
-import json
 import re
 from pathlib import Path
 from statistics import median
 
 import torch
-from compare import machine
-from plot import RESULTS, ROOT
+from results import RESULTS, ROOT, keep, machine
 
 PAGE = ROOT / "docs" / "your-own-script.md"
 UPDATES = {  # what is timed -> a call of it in the page's program
@@ -39,9 +37,9 @@ def main(turns: int = 40):
         for update, call in UPDATES.items():
             names["call"] = eval(f"lambda: {call}", names)
             seconds[update].append(names["seconds_per_call"](names["call"], calls=50))
-    times = {update: 1e6 * median(values) for update, values in seconds.items()}
-    (RESULTS / "steps.json").write_text(json.dumps({"machine": machine(), "microseconds": times}, indent=1) + "\n")
-    print(*times.items(), sep="\n")
+    rows = [{"update": update, "microseconds": 1e6 * median(values)} for update, values in seconds.items()]
+    keep(RESULTS, "steps", {"machine": machine(), "rows": rows})
+    print(*rows, sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,386 @@
+"""The tables that documents and terminals show, each made from what benchmark/results holds. plot.py writes them."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import fmean
+
+import numpy as np
+from catalog import CATALOG, JAX
+from results import RESULTS, ROOT, against, first_of_each_script, may_pay, of_catalog, pays_after, read_csv, tables
+
+PHASES = ("act", "learn", "step and store", "report")
+PHASES_TOGETHER = {"microseconds": "together", "simulator": "of it in the simulator"}
+
+
+def with_content(columns: list[str], rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The heading and the rows, without a column in which no row has a value."""
+    kept = [x for x in range(len(columns)) if not rows or any(row[x] not in ("", "-") for row in rows)]
+    return [tuple(cells[x] for x in kept) for cells in (columns, *rows)]
+
+
+def markdown(columns: list[str], rows: list[tuple[str, ...]]) -> str:
+    heading, *lines = (f"| {' | '.join(cells)} |" for cells in with_content(columns, rows))
+    return "\n".join([heading, "|" + "---|" * (heading.count(" | ") + 1), *lines])
+
+
+def aligned(columns: list[str], rows: list[tuple[str, ...]]) -> str:
+    """For a terminal."""
+    lines = with_content(columns, rows)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+
+
+def amount(value: float | None, template: str) -> str:
+    """A cell of a table; - where nothing was measured, as of a program that is timed from outside."""
+    return "-" if value is None else template.format(max(value, 0))  # what a start took may be below 0, by noise
+
+
+def mean_std(mean: float, std: float | None) -> str:
+    """With a decimal below 100, and three below 2."""
+    decimals = 3 if abs(mean) < 2 else 1 if abs(mean) < 100 else 0
+    return f"{mean:,.{decimals}f}" + ("" if std is None else f" ± {std:,.{decimals}f}")
+
+
+def turns(row: dict) -> str:
+    """How often a mode was run; results from before there were slices say so."""
+    n = len(row["runs"])
+    return f"{n} turn{'s' if n > 1 else ''}{'' if 'rates' in row['runs'][0] else ' of whole runs'}"
+
+
+def run_length(steps: int, seconds: float | None) -> str:
+    return f"at most {steps:,} steps and {seconds:g} s" if seconds else f"{steps:,} steps"
+
+
+def steps_until(steps: int | None) -> str:
+    return "no gain shown" if steps is None else f"{steps:,.0f} steps"
+
+
+def where(table: dict, *names: str) -> str:
+    """Where and when a table was measured."""
+    here = table["machine"]
+    known = {"torch": f"torch {here['torch']}", "cores": f"{here['cores']} cores", "commit": f"commit {here['commit']}"}
+    return ", ".join([here["gpu"] or here["cpu"], *(known.get(name, here.get(name, name)) for name in names)])
+
+
+# ---------- speed ----------
+
+
+def speed_cells(table: dict) -> tuple[list[str], list[tuple[str, ...]]]:
+    """A row a mode, in all columns that there may be."""
+    first = table["rows"][0]
+    columns = ["mode", "steps/s", "95 % interval", f"ratio to {first['mode']}", "cold start", "warm start"]
+    columns += ["pays off after", "host memory", "in the simulator"]  # so far in documents; on a terminal, these too
+    columns += ["GPU memory", "GPU use", "in graphs", "in reductions", "efficiency"]
+    rows = []
+    for row in table["rows"]:
+        (sps, low, high), ratio = row["sps"], row["ratio"]
+        cells = [row["mode"], f"{sps:,.0f}", f"{low:,.0f} - {high:,.0f}"]
+        cells += [f"{ratio[0]:.2f} ({ratio[1]:.2f} - {ratio[2]:.2f})"]
+        cells += [amount(row.get(name), "{:.0f} s") for name in ("startup_seconds", "warm_seconds")]
+        cells += [steps_until(pays_after(row, first)) if may_pay(row, first) else "-"]
+        cells += [amount(row["host_mb"], "{:,.0f} MB"), amount(row["env_share"], "{:.0%}")]
+        cells += [amount(row.get("device_mb"), "{:,.0f} MB"), amount(row.get("gpu_utilisation"), "{:.0f}%")]
+        cells += [amount(row.get(name), "{:.0%}") for name in ("graph_share", "communication", "efficiency")]
+        rows.append(tuple(cells))
+    return columns, rows
+
+
+def speed(found: list[dict]) -> str:
+    """Tables of speed, each under a line that says of what."""
+    lines = []
+    for table in found:
+        used = {row["threads"] for row in table["rows"] if row.get("threads")}
+        here = where(table, "cores", *(["one thread a process"] if used == {1} else []), "torch", "date", "commit")
+        length = run_length(table["steps"], table.get("seconds"))
+        title = f"`{' '.join([table['script'], table['flags']]).strip()}` on {table['env_id']}, {length} a run"
+        columns, rows = speed_cells(table)
+        shown = markdown(columns[:9], [row[:9] for row in rows])
+        lines += [f"{title}, {turns(table['rows'][0])} ({here}):", "", shown, ""]
+    return "\n".join(lines).rstrip()
+
+
+def is_ours(mode: str) -> bool:
+    return mode not in JAX and any(mode in row.modes for row in CATALOG.values())
+
+
+def best_rows(table: dict) -> tuple[dict, dict, dict | None]:
+    """The rows of the plain file, of the compiled twin, and of the fastest peer, if there is one."""
+    rows = {row["mode"]: row for row in table["rows"]}
+    # which of ours is shown is settled beforehand: the fastest of many would flatter
+    compiled = rows.get("compile+cudagraphs") or rows["compile"]
+    peers = [row for mode, row in rows.items() if not is_ours(mode) and mode not in JAX]  # JAX: our own file
+    return rows["eager"], compiled, max(peers, key=lambda row: row["sps"][0], default=None)
+
+
+def best() -> str:
+    """A row for each script that the README names, the twin beside the plain file and the fastest peer."""
+    rows = []
+    for table in first_of_each_script():
+        if not CATALOG[table["script"]].in_readme:
+            continue
+        eager, compiled, peer = best_rows(table)
+        beside = f"{against(compiled, peer):.1f} x ({peer['mode']})" if peer else "none measured"
+        cells = (f"{table['script']}, {table['env_id']}", f"{eager['sps'][0]:,.0f}", f"**{compiled['sps'][0]:,.0f}**")
+        rows.append(cells + (f"{against(compiled, eager):.1f} x", beside, steps_until(pays_after(compiled, eager))))
+    return markdown(
+        ["script", "plain", "compiled", "against plain", "against the fastest peer", "pays off after"], rows
+    )
+
+
+def claim() -> str:
+    """One sentence with the gains of one script."""
+    (table,) = (table for table in first_of_each_script() if table["script"] == "ppo_continuous_action")
+    eager, compiled, peer = best_rows(table)
+    return (
+        f"PPO on {table['env_id'].split('-')[0]} trains **{against(compiled, peer):.1f} times as fast** as with the "
+        f"faster of Stable-Baselines3 and SBX, and {against(compiled, eager):.1f} times as fast as our own plain file, "
+        f"on {table['machine']['cores']} cores of a CPU: {table['machine']['cpu']}."
+    )
+
+
+def scaling() -> str:
+    """What more ranks bring, and the part of the time that reductions over them take."""
+    (table,) = of_catalog(script="ppo_atari_multigpu")
+    rows = [
+        (row["mode"], f"{row['sps'][0]:,.0f}", f"{row['ratio'][0]:.2f}")
+        + tuple(amount(row[name], "{:.0%}").replace("%", " %") for name in ("efficiency", "communication"))
+        for row in table["rows"]
+    ]
+    return markdown(["ranks", "steps/s", "relative to one rank", "efficiency", "in reductions"], rows)
+
+
+# ---------- tricks, phases, and what single tools measure ----------
+
+
+def measured_on(kind: str) -> list[str]:
+    return [f"- {table['script']}: {where(table, 'cores', 'date', 'commit')}" for table in tables(kind)]
+
+
+def ablation() -> str:
+    """What each trick is worth, measured by taking it out, and what was tried and turned down."""
+    rows = []
+    for table in tables("ablate"):
+        for row in table["rows"]:
+            ratio, low, high = row["ratio"]
+            how = turns(row) + (f" of {row['steps']:,} steps" if "steps" in row else "")  # older rows lack them
+            rows.append((table["script"], row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", how))
+    columns = ["script", "change", "speed, relative to the script as it is", "95 % interval", "measured"]
+    return "\n".join([markdown(columns, rows), "", "Measured on:", "", *measured_on("ablate")])
+
+
+NO_GAIN = {  # of tricks that no ablation takes out; of others: the script does not work without them
+    "capture": "not measured yet, since it is for a GPU",
+    "overlap": "not measured yet, since it is for a GPU",
+    "pinned": "not measured yet, since it is for a GPU",
+    "operator": "not measured apart; with perf[graph], that of `compile` over `eager` in benchmark.md",
+}
+
+
+def gain(tag: str) -> str:
+    """How much faster each script is with a trick than without."""
+    gains, unclear = [], []
+    for table in tables("ablate"):
+        for row in table["rows"]:
+            ratio, low, high = row["ratio"]
+            if not row["variant"].startswith(f"without perf[{tag}]"):
+                continue
+            if low <= 1 <= high:
+                unclear.append(table["script"])
+            else:
+                gains.append(f"{1 / ratio:.2f} x ({table['script']})")
+    if unclear:
+        gains.append(f"none shown ({', '.join(unclear)})")
+    if tag in NO_GAIN:
+        gains.append(NO_GAIN[tag])
+    for table in first_of_each_script() if tag in ("bf16", "groups") else ():  # flags, so they are modes
+        speeds = {row["mode"]: row["sps"][0] for row in table["rows"]}
+        if f"compile+{tag}" in speeds:
+            gains.append(f"{speeds[f'compile+{tag}'] / speeds['compile']:.2f} x ({table['script']})")
+    return f"**Gain:** {', '.join(gains) or 'not measured apart, since the script does not work without it'}."
+
+
+def phases_cells(table: dict) -> list[tuple[str, ...]]:
+    names = (*PHASES, *PHASES_TOGETHER)
+    return [(row["mode"], *(f"{row[name]:,.1f}" for name in names)) for row in table["rows"]]
+
+
+def phases() -> str:
+    """Microseconds of an environment step in each phase of the loop, and of them in the simulator itself."""
+    rows = [(table["script"], *cells) for table in tables("phases") for cells in phases_cells(table)]
+    columns = ["script", "mode", *PHASES, *PHASES_TOGETHER.values()]
+    return "\n".join([markdown(columns, rows), "", *measured_on("phases")])
+
+
+def saving() -> str:
+    """What a checkpoint with a full replay costs, in a sentence."""
+    (table,) = tables("saving")
+    (row,) = table["rows"]
+    times = f"{row['save_seconds']:.1f} s to write and {row['load_seconds']:.1f} s to load"
+    size = f"{row['transitions']:,} transitions of HalfCheetah take {row['bytes'] / 1e6:,.0f} MB"
+    return f"{size}, {times} ({where(table)})."
+
+
+def steps() -> str:
+    """How long the updates of docs/your-own-script.md take."""
+    (table,) = tables("steps")
+    plain = table["rows"][0]["microseconds"]
+    rows = [(r["update"], f"{r['microseconds']:,.0f}", f"{plain / r['microseconds']:.2f}") for r in table["rows"]]
+    shown = markdown(["update", "microseconds", "speed, relative to plain"], rows)
+    return f"{shown}\n\n({where(table)}, one thread, torch {table['machine']['torch']})"
+
+
+def scans() -> str:
+    """How long recurrent networks take for a sequence, by its length."""
+    (table,) = tables("scans")
+    found = {(row["network"], row["mode"], row["steps"]): row for row in table["rows"]}
+    lengths = sorted({row["steps"] for row in table["rows"]})
+    rows = []
+    for network, mode in dict.fromkeys(key[:2] for key in found):
+        of_lengths = [found.get((network, mode, T)) for T in lengths]
+        cells = [f"{row['ms']:,.1f} ms ({row['first_call_s']:,.0f} s)" if row else "-" for row in of_lengths]
+        rows.append((network, mode, *cells))
+    sizes = f"{table['num_envs']} envs, width {table['width']}, an episode starts in {table['resets']:.0%} of the steps"
+    shown = markdown(["network", "mode", *(f"T = {T}" for T in lengths)], rows)
+    return f"{shown}\n\n({sizes}; one core of {where(table, 'torch', 'date', 'commit')})"
+
+
+def ray() -> str:
+    """The efficiency of sleeping simulators, by the way they are called, and the formula that fits."""
+    (table,) = tables("ray")
+    found = {(row["way"], row["milliseconds"], row["workers"]): row["efficiency"] for row in table["rows"]}
+    counts = sorted({workers for *_, workers in found})
+    rows = []
+    for way, milliseconds in dict.fromkeys(key[:2] for key in found):
+        cells = [amount(found.get((way, milliseconds, n)), "{:.0%}") for n in counts]
+        rows.append((f"{milliseconds:,} ms", way, *cells))
+    shown = markdown(["step", "called by", *(f"{n} worker{'s' * (n > 1)}" for n in counts)], rows)
+    durations = dict.fromkeys(milliseconds for _, milliseconds, _ in found)
+    envs = ", ".join(f"{table['envs'][str(milliseconds)]} at {milliseconds:,} ms" for milliseconds in durations)
+    text = "Share of the time of sampling in which simulators work, which sleep for a step; "
+    text += f"envs of a worker: {envs} ({where(table, 'cores', 'torch', 'date', 'commit')})."
+    if fit := table.get("fit"):
+        text += f" For one env a call, the formula fits with l = {fit['latency_ms']:.2f} ms, "
+        text += f"c = {fit['cost_ms']:.2f} ms (rms error {fit['rms']:.1%})."
+    return f"{shown}\n\n{text}"
+
+
+# ---------- returns ----------
+
+
+def many_seeds(returns: list[float]) -> str:
+    """From 5 seeds on: the interquartile mean with a 95 % bootstrap interval (Agarwal et al. 2021, rliable)."""
+    from scipy.stats import bootstrap, trim_mean
+
+    if len(returns) < 5:
+        return ""
+
+    def iqm(values, axis=-1):
+        return trim_mean(values, 0.25, axis=axis)
+
+    low, high = bootstrap((returns,), iqm, method="percentile", rng=0).confidence_interval
+    return f"; IQM {mean_std(iqm(returns), None)} [{mean_std(low, None)}, {mean_std(high, None)}]"
+
+
+def in_order(group: tuple) -> tuple:
+    """Sorts groups of runs: scripts and modes as the catalog does; a mode that it lacks is that of a patch."""
+    (script, env_id, steps, mode), _ = group
+    modes = [*CATALOG[script].modes, *CATALOG[script].peers]
+    return list(CATALOG).index(script), env_id, int(steps), modes.index(mode) if mode in modes else len(modes), mode
+
+
+def return_rows() -> list[tuple[str, ...]]:
+    """(script, env_id, steps, mode, seeds, mean ± std, published) for each group of recorded runs, in order."""
+    published = {}
+    for row in read_csv(ROOT / "benchmark" / "published.csv"):
+        shown = f"{mean_std(float(row['mean']), float(row['std']))} ({row['source']})"
+        published[row["script"], row["env_id"], row["steps"]] = shown  # never beside a run of another length
+    groups = defaultdict(dict)
+    for run in read_csv(RESULTS / "returns.csv"):
+        groups[run["script"], run["env_id"], run["steps"], run["mode"]][run["seed"]] = float(run["episodic_return"])
+    rows = []
+    for (script, env_id, steps, mode), returns in sorted(groups.items(), key=in_order):
+        values = np.array(list(returns.values()))
+        shown = mean_std(values.mean(), values.std(ddof=1) if len(values) > 1 else None) + many_seeds(values.tolist())
+        beside = published.get((script, env_id, steps), "")
+        rows.append((script, env_id, f"{int(steps):,}", mode, " ".join(sorted(returns, key=int)), shown, beside))
+    return rows
+
+
+def returns(only: str | None = None) -> str:
+    """Mean and standard deviation over seeds, beside the published ones, of all scripts or of one."""
+    columns = ["script", "environment", "steps", "mode", "seeds", "return", "published, 3 seeds"]
+    return markdown(columns, [row for row in return_rows() if only in (None, row[0])])
+
+
+def bf16(script: str, env_id: str, steps: str) -> str:
+    """Returns without and with --bf16, and their difference with a 95 % bootstrap interval."""
+    modes, rng = ("compile", "compile+bf16"), np.random.default_rng(0)
+    ends, whole = [], []  # a row a mode: the last 100 episodes, and the curve's mean, of each seed
+    for mode in modes:
+        key = (script, env_id, steps, mode)
+        runs = [
+            r for r in read_csv(RESULTS / "returns.csv") if (r["script"], r["env_id"], r["steps"], r["mode"]) == key
+        ]
+        curve = read_csv(RESULTS / "curves" / f"{'__'.join(key)}.csv")
+        of_seeds = [[float(row["episodic_return"]) for row in curve if row["seed"] == run["seed"]] for run in runs]
+        ends.append([float(run["episodic_return"]) for run in runs])
+        whole.append([np.mean(of_seed) for of_seed in of_seeds])
+    rows = []
+    for name, values in (("of the last 100 episodes", ends), ("over the whole run", whole)):
+        without, rounded = (rng.choice(v, (10_000, len(v))).mean(1) for v in values)
+        low, high = np.percentile(rounded - without, [2.5, 97.5])
+        digits = 2 if abs(np.mean(values[0])) < 100 else 0
+        cells = [f"{np.mean(v):.{digits}f} ± {np.std(v, ddof=1):.{digits}f} ({len(v)} seeds)" for v in values]
+        difference = np.mean(values[1]) - np.mean(values[0])
+        rows.append((name, *cells, f"{difference:.{digits}f}", f"{low:.{digits}f} to {high:.{digits}f}"))
+    return markdown(["mean return", *modes, "difference", "95 % interval"], rows)
+
+
+def pong() -> str:
+    """The first quarter of Pong's 10,000,000 steps: mean return of the 100,000 steps before each row's."""
+    cleanrl = {1_000_000: -11.5, 2_500_000: 15.5}  # read off the curve that it publishes, by hand
+    rows = []
+    for steps, published in cleanrl.items():
+        cells = [f"{steps:,}"]
+        for mode in ("eager", "compile"):
+            name = f"ppo_atari_envpool__Pong-v5__2500000__{mode}-annealed-over-10M.csv"
+            returns_of = defaultdict(list)
+            for row in read_csv(RESULTS / "curves" / name):
+                if steps - 100_000 < int(row["step"]) <= steps:
+                    returns_of[row["seed"]] += [float(row["episodic_return"])] * int(row["episodes"])
+            cells.append(", ".join(f"{fmean(returns_of[seed]):.1f}" for seed in sorted(returns_of)) or "-")
+        rows.append((*cells, str(published)))
+    return markdown(["steps of 10,000,000", "eager", "compile", "CleanRL"], rows)
+
+
+# ---------- what stands in the documents between <!-- NAME --> and <!-- end --> ----------
+
+MEDIUM = "popgym:popgym-RepeatPreviousMedium-v0"
+IMPALA = "--num-minibatches=1 --update-epochs=1 --no-norm-adv --gae-lambda=1"
+APPO = "--num-minibatches=1 --update-epochs=2"
+ONE_WORKER = "--num-workers=1 --worker-threads=2 --num-steps=128 --lag=0"
+
+
+def blocks() -> dict[str, Callable[[], str]]:
+    """What each name stands for."""
+    named = {"claim": claim, "best": best, "ablation": ablation, "phases": phases, "scaling": scaling, "pong": pong}
+    named |= {"saving": saving, "steps": steps, "scans": scans, "ray": ray, "returns": returns}
+    named["speed"] = lambda: speed(first_of_each_script())
+    named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])
+    for script in ("ppo_continuous_action_ray", "ppo_device_env", "a2c_device_env"):
+        named[f"speed {script}"] = lambda script=script: speed(of_catalog(script=script)[:1])
+    named["speed one thread"] = lambda: speed(tables("speed", threads=1, env_id=CATALOG["ppo_device_env"].env_id))
+    named["speed memory"] = lambda: speed(tables("speed", threads=1, env_id=CATALOG["ppo_lru"].env_id))
+    named["speed memory medium"] = lambda: speed(tables("speed", threads=1, env_id=MEDIUM))
+    flags = {"1024 envs": "--num-envs=1024", "impala": IMPALA, "appo": APPO, "one worker": ONE_WORKER}
+    for name, value in flags.items():
+        named[f"speed {name}"] = lambda value=value: speed(tables("speed", flags=value))
+    named["bf16"] = lambda: bf16("ppo_atari_envpool", "Breakout-v5", "150000")
+    for name in ("td3", "sac"):
+        named[f"bf16 {name}"] = lambda name=name: bf16(f"{name}_continuous_action", "HalfCheetah-v4", "200000")
+    for script in CATALOG:
+        named[f"returns {script}"] = lambda script=script: returns(script)
+    for tag in re.findall(r"<!-- gain (\w+) -->", (ROOT / "docs" / "performance.md").read_text()):
+        named[f"gain {tag}"] = lambda tag=tag: gain(tag)
+    return named
