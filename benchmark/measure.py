@@ -148,12 +148,11 @@ def run_script(args: Args) -> dict:
 
     def timed_report(losses, *rest):
         metrics.update(report(losses, *rest))
-        *_, last_report, writer, progress = rest
-        global_step = metrics["global_step"]
+        *_, global_step, last_report, writer, progress = rest
         if not losses:  # learning has not begun
             return metrics
-        if not marks:  # it began after the last report, or where the loop begins; JAX hands a list of all reports
-            marks.append(last_report if isinstance(last_report, tuple) else last_report[0])
+        if not marks:
+            marks.append(last_report)  # learning began after it, or where the loop begins
         marks.append((clock(), global_step))
         if args.mode in RANKS:
             shared.append(seconds_shared())

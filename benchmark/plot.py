@@ -71,7 +71,7 @@ def curves(path: Path):
         script, env_id, total_timesteps, mode = file.stem.split("__")
         panels_of[script, env_id, total_timesteps].append((mode.replace("-", " "), read_csv(file)))
     height = -(-len(panels_of) // 2)
-    with picture(path, height, 2, (8, 2.1 * height)) as (figure, panels):
+    with picture(path, height, 2, (7.2, 1.9 * height)) as (figure, panels):
         for panel in panels.flat[len(panels_of) :]:
             panel.axis("off")
         for panel, (key, runs) in zip(panels.flat, panels_of.items()):

@@ -16,7 +16,6 @@ Differences from the paper:
 2. Values are bootstrapped through a truncation; the step in which an env resets itself is masked out.
 """
 
-import difflib
 import json
 import math
 import os
@@ -297,8 +296,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if batch_size < 2:
         fail("--num-envs times --num-steps, the steps of a rollout, must be at least 2.")
     if args.env_id not in ENVS:
-        near = difflib.get_close_matches(args.env_id, ENVS, cutoff=0)
-        fail(f"no env {args.env_id!r} in this file; try {', '.join(near)}.")
+        fail(f"no env {args.env_id!r} in this file; try {' or '.join(ENVS)}.")
     env = ENVS[args.env_id]
     saved = load_checkpoint(args)
     first_iteration = saved.get("iteration", 0)
@@ -310,7 +308,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     agent = DiscreteAgent(env.obs_dim, env.num_actions).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     envs = first_envs(env, N, device)
-
     learners = {"agent": agent, "optimizer": optimizer}
     random = torch.cuda if device.type == "cuda" else torch  # whose generator draws all that follows
     if saved:
@@ -351,8 +348,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     clock = time.perf_counter(), global_step  # of the last report
     interval = args.checkpoint_interval or math.inf
     for iteration in range(first_iteration, num_iterations):
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
+        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
         noise = -torch.empty(T, N, env.num_actions, device=device).exponential_().log()  # Gumbel noise
         uniform = torch.rand(T, N, env.num_uniforms, device=device)
@@ -379,8 +375,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if signals:
             break
 
-    policy = GreedyDiscreteAgent(agent)
-    finish_run(args, run_dir, metrics, writer, policy, torch.zeros(2, env.obs_dim))
+    finish_run(args, run_dir, metrics, writer, GreedyDiscreteAgent(agent), torch.zeros(2, env.obs_dim))
     progress.close()
     return metrics
 

@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
 START_SECONDS = 5  # that a worker may take to start, times their number if they share a core
-MOST_FAILURES = 10  # how often in a row a worker may be lost, or not start
+MOST_FAILURES = 5  # how often in a row a worker may be lost, or not start
 Call = namedtuple("Call", "worker result version since")  # a rollout that was asked for; of a policy, at a time
 
 

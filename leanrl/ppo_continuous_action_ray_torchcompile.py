@@ -47,7 +47,7 @@ from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
 START_SECONDS = 5  # that a worker may take to start, times their number if they share a core
-MOST_FAILURES = 10  # how often in a row a worker may be lost, or not start
+MOST_FAILURES = 5  # how often in a row a worker may be lost, or not start
 
 
 @dataclass
@@ -346,13 +346,12 @@ class Simulators:
 
     def reset(self, step: int, offset: int) -> np.ndarray:
         """Seeds all by the step, and resets the envs, which come after `offset` others; returns observations (E, O)."""
-        numbers = [self.args.seed, step, self.args.num_workers * self.args.envs_per_worker]
-        seed_process(numbers, offset)
+        seed_process([self.args.seed, 0, 0], offset)  # what makes an env may draw numbers, too
         try:
             self.envs = self.envs or [make_env(self.args, gym.spaces.Box) for _ in self.totals[0]]
         except SystemExit as error:  # Ray would not say why
             raise RuntimeError(f"no {self.args.env_id} there: {error.__context__ or 'wrong spaces'}") from error
-        first = seed_process(numbers, offset)  # once more, since what makes an env may draw numbers, too
+        first = seed_process([self.args.seed, step, self.args.num_workers * self.args.envs_per_worker], offset)
         self.totals[:] = 0
         for i, env in enumerate(self.envs):
             env.unwrapped.action_space.seed((first + i) % 2**31)
@@ -649,10 +648,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             kept |= {name: learner.state_dict() for name, learner in learners.items()}
             kept["state"] = tree_leaves(state)  # perf[graph]
             save_checkpoint(run_dir, args, kept)
-            start_anew(iteration + 1)
-            done[:] = True  # the next step resets every env
         if signals:
             break
+        if is_due:
+            start_anew(iteration + 1)
+            done[:] = True  # the next step resets every env
 
     for p in agent.parameters():
         p.data = p.clone()  # perf[flat] a view cannot be saved alone

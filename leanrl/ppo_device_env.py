@@ -16,7 +16,6 @@ Differences from CleanRL's ppo.py:
 3. A checkpoint holds the envs, too, so a resumed run goes on in the middle of their episodes.
 """
 
-import difflib
 import json
 import math
 import os
@@ -308,8 +307,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if minibatch_size < 2 or batch_size % args.num_minibatches:
         fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
     if args.env_id not in ENVS:
-        near = difflib.get_close_matches(args.env_id, ENVS, cutoff=0)
-        fail(f"no env {args.env_id!r} in this file; try {', '.join(near)}.")
+        fail(f"no env {args.env_id!r} in this file; try {' or '.join(ENVS)}.")
     env = ENVS[args.env_id]
     saved = load_checkpoint(args)
     first_iteration = saved.get("iteration", 0)
@@ -382,8 +380,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     clock = time.perf_counter(), global_step  # of the last report
     interval = args.checkpoint_interval or math.inf
     for iteration in range(first_iteration, num_iterations):
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
+        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
         noise = -torch.empty(T, N, env.num_actions, device=device).exponential_().log()  # Gumbel noise
         uniform = torch.rand(T, N, env.num_uniforms, device=device)
@@ -411,8 +408,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if signals:
             break
 
-    policy = GreedyDiscreteAgent(agent)
-    finish_run(args, run_dir, metrics, writer, policy, torch.zeros(2, env.obs_dim))
+    finish_run(args, run_dir, metrics, writer, GreedyDiscreteAgent(agent), torch.zeros(2, env.obs_dim))
     progress.close()
     return metrics
 

@@ -13,15 +13,14 @@ reports are one call of one compiled function. It logs the same, but has no chec
 PyTorch writes the logs and does nothing else. Shapes are those of ppo_device_env.py.
 """
 
-import difflib
 import json
 import math
 import re
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -35,10 +34,9 @@ from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
 REPORT_EVERY = 10  # rollouts between two reports, in which the host waits for the device
-WARMUP_REPORTS = 3  # the first reports, slowed by compilation and cold caches, do not count for the speed
 
 
-@dataclass
+@dataclass(frozen=True)  # so that it can be hashed, as jax.jit needs it
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     seed: int = 1  # seeds the agent and the envs
@@ -65,24 +63,6 @@ class Args:
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
     wandb_entity: str | None = None  # Weights & Biases team or user, used with --track
-
-
-def fail(message: str):
-    """Ends the program with exit code 2 and one line on stderr."""
-    print("error:", " ".join(message.split()), file=sys.stderr)  # a quoted message may span several lines
-    sys.exit(2)
-
-
-def check_numbers(args: Args):
-    """Refuses numbers that are negative, huge or NaN, counts of zero, and shares above 1."""
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            may_be_zero = type(value) is float or name in ("seed", "learning_starts", "checkpoint_interval", "lag")
-            least = 0 if may_be_zero else 1
-            is_share = name in ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
-            if not least <= value < 2**63 or (is_share and value > 1):  # NaN fails, too
-                limits = "between 0 and 1" if is_share else f"at least {least} and below 2**63"
-                fail(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
 
 
 class CartPole:
@@ -346,10 +326,9 @@ def iterate(args: Args, learner: dict, envs: dict, lr: Array, noise: Array, unif
     return learner, envs, jnp.append(losses[-1], explained_variance(batch))
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def iterations(frozen_args: tuple, carry: dict, first: int, last: int, num_iterations: int) -> dict:
+@jax.jit(static_argnums=0, donate_argnums=1)
+def iterations(args: Args, carry: dict, first: int, last: int, num_iterations: int) -> dict:
     """Iterations first to last - 1. The carry has the learner, the envs, a key, and the losses."""
-    args = Args(**dict(frozen_args))
     env = ENVS[args.env_id]
     T = args.num_steps
     N = args.num_envs
@@ -360,114 +339,142 @@ def iterations(frozen_args: tuple, carry: dict, first: int, last: int, num_itera
         uniform = jax.random.uniform(uniform_key, (T, N, env.num_uniforms))
         keys = jax.random.split(permutation_key, args.update_epochs)
         permutations = jax.vmap(lambda k: jax.random.permutation(k, T * N))(keys)
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        lr = args.learning_rate * remaining
+        lr = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         learner, envs, losses = iterate(args, carry["learner"], carry["envs"], lr, noise, uniform, permutations)
         return {"learner": learner, "envs": envs, "key": key, "losses": losses}
 
     return lax.fori_loop(first, last, body, carry)
 
 
-def start_run(args: Args) -> tuple[Path, SummaryWriter]:
-    """Makes the run folder with its TensorBoard writer (W&B follows it)."""
-    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    run_dir = Path("runs", re.sub("[/:]", "_", run_name))
-    try:
-        if args.track:
-            import wandb
-
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-            wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=False)
-        run_dir.mkdir(parents=True)  # fails if another run has it
-    except Exception as error:
-        fail(f"cannot use the folder {run_dir} or wandb: {error!s:.300}")
-    jax.config.update("jax_default_matmul_precision", "tensorfloat32" if args.tf32 else "highest")
-    writer = SummaryWriter(run_dir, flush_secs=10)
-    writer.add_text("args", json.dumps(asdict(args), indent=2))
-    (run_dir / "summary.json").write_text(json.dumps({"args": asdict(args)}, indent=2))  # results follow at the end
-    return run_dir, writer
-
-
-def report(losses: dict, last_returns: list[float], marks, writer, progress) -> dict[str, float]:
-    """Logs and returns the metrics; exits if one is not finite. A mark is (seconds, env steps)."""
-    global_step = marks[-1][1]
-    metrics = {name: float(loss) for name, loss in losses.items()}
-    for name, loss in metrics.items():
-        writer.add_scalar(f"losses/{name}", loss, global_step)
-        if not math.isfinite(loss):
-            progress.close()
-            writer.close()
-            sys.exit(f"error: losses/{name} is {loss} at step {global_step}; a smaller learning rate may help.")
-    del marks[WARMUP_REPORTS + 1 : -2]  # nobody reads these, and a run of days would slow down
-    seconds, steps = np.array(marks).T
-    warm = min(WARMUP_REPORTS, len(marks) - 2)
-    metrics["SPS"] = (steps[-1] - steps[warm]) / (seconds[-1] - seconds[warm])
-    # compilation: how much longer the warm-up took than as many steps take now
-    metrics["startup_seconds"] = seconds[warm] - seconds[0] - (steps[warm] - steps[0]) / metrics["SPS"]
-    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
-    writer.add_scalar("charts/SPS", (steps[-1] - steps[-2]) / (seconds[-1] - seconds[-2]), global_step)
-    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
-    progress.update(global_step - progress.n)
-    return metrics | {"global_step": global_step}
-
-
-def train(args: Args) -> dict[str, float]:
-    """Trains an agent and returns the final metrics."""
+def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
+    """Trains an agent and returns the final metrics; a signal makes it stop early."""
     check_numbers(args)
-    T = args.num_steps
-    N = args.num_envs
-    batch_size = T * N
+    batch_size = args.num_steps * args.num_envs
     num_iterations = args.total_timesteps // batch_size
     if num_iterations < 1:
         fail(f"--total-timesteps must be at least {batch_size}, a rollout.")
     if batch_size // args.num_minibatches < 2 or batch_size % args.num_minibatches:
         fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
     if args.env_id not in ENVS:
-        near = difflib.get_close_matches(args.env_id, ENVS, cutoff=0)
-        fail(f"no env {args.env_id!r} in this file; try {', '.join(near)}.")
+        fail(f"no env {args.env_id!r} in this file; try {' or '.join(ENVS)}.")
     env = ENVS[args.env_id]
     if args.seed >= 2**32:
         fail(f"--seed must be below 2**32 for JAX, not {args.seed}.")
-    if not args.cuda:
-        jax.config.update("jax_platforms", "cpu")
     run_dir, writer = start_run(args)
 
     actor_key, critic_key, env_key, key = jax.random.split(jax.random.key(args.seed), 4)
     actor = mlp(actor_key, env.obs_dim, env.num_actions, out_gain=0.01)  # so the first actions are almost uniform
     parameters = {"actor": actor, "critic": mlp(critic_key, env.obs_dim, 1, out_gain=1.0)}
-    learner = {"parameters": parameters, "adam": adam(args).init(parameters)}
-    losses = jnp.zeros(len(PPO_LOSSES) + 1)
-    carry = {"learner": learner, "envs": first_envs(env, N, env_key), "key": key, "losses": losses}
-    frozen_args = tuple(asdict(args).items())
+    carry = {"learner": {"parameters": parameters, "adam": adam(args).init(parameters)}, "key": key}
+    carry |= {"envs": first_envs(env, args.num_envs, env_key), "losses": jnp.zeros(len(PPO_LOSSES) + 1)}
 
     progress = tqdm(total=num_iterations * batch_size, unit="step", desc=args.exp_name)
-    marks = [(time.perf_counter(), 0)]
+    clock = time.perf_counter(), 0  # of the last report
     for first in range(0, num_iterations, REPORT_EVERY):
         last = min(first + REPORT_EVERY, num_iterations)
-        carry = iterations(frozen_args, carry, first, last, num_iterations)
-
-        # report
+        carry = iterations(args, carry, first, last, num_iterations)
         losses = dict(zip((*PPO_LOSSES, "explained_variance"), carry["losses"].tolist()))  # waits for the device
         last_return = np.asarray(carry["envs"]["last_return"])
         ended = ~np.isnan(last_return)
         global_step = last * batch_size
-        marks.append((time.perf_counter(), global_step))
-        metrics = report(losses, last_return[ended].tolist(), marks, writer, progress)
-        remaining = 1 - (last - 1) / num_iterations if args.anneal_lr else 1.0
-        writer.add_scalar("charts/learning_rate", args.learning_rate * remaining, global_step)
+        metrics = report(losses, last_return[ended].tolist(), global_step, clock, writer, progress)
+        clock = time.perf_counter(), global_step
+        learning_rate = args.learning_rate * (1 - (last - 1) / num_iterations if args.anneal_lr else 1)
+        writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         if ended.any():
             length = np.asarray(carry["envs"]["last_length"])[ended].mean()
             writer.add_scalar("charts/episodic_return", metrics["episodic_return"], global_step)
             writer.add_scalar("charts/episodic_length", length, global_step)
+        if signals:
+            break
 
-    summary = {"script": Path(__file__).stem, "device": str(jax.devices()[0]), "args": asdict(args), "metrics": metrics}
+    summary = {"script": Path(__file__).stem, "args": asdict(args), "metrics": metrics}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-    for name, value in metrics.items():
-        writer.add_scalar(f"summary/{name}", math.nan if value is None else value, metrics["global_step"])
     writer.close()
     progress.close()
     return metrics
 
 
+# ---------- From here on: checks, run folder, report, signals. ----------
+
+
+def fail(message: str):
+    """Ends the program with exit code 2 and one line on stderr."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def check_numbers(args: Args):
+    """Refuses numbers that are negative or NaN, counts of zero, and shares above 1."""
+    shares = ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+    may_be_zero = ("seed", "learning_starts", "checkpoint_interval", "lag")
+    for name, value in vars(args).items():
+        least = 1 if type(value) is int and name not in may_be_zero else 0
+        most = 1 if name in shares else 2**63 - 1
+        if type(value) in (int, float) and not least <= value <= most:  # NaN fails, too
+            fail(f"--{name.replace('_', '-')} must lie between {least} and {most}, not {value}.")
+
+
+def run_prefix(args: Args) -> str:
+    """What the folders of all runs of this script, env and seed begin with."""
+    return f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
+
+
+def start_run(args: Args) -> tuple[Path, SummaryWriter]:
+    """Makes the run folder with its TensorBoard writer (W&B follows it), and picks the device."""
+    if not args.cuda:
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_default_matmul_precision", "tensorfloat32" if args.tf32 else "highest")
+    run_dir = Path("runs", f"{run_prefix(args)}{datetime.now():%Y%m%d-%H%M%S-%f}")
+    try:
+        run_dir.mkdir(parents=True)  # fails if another run has it
+    except OSError as error:
+        fail(f"cannot make the run folder: {error}")
+    if args.track:
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True)
+    writer = SummaryWriter(run_dir, flush_secs=10)
+    writer.add_text("args", json.dumps(asdict(args), indent=2))
+    return run_dir, writer
+
+
+def report(losses: dict, last_returns: list[float], global_step: int, clock, writer, progress) -> dict:
+    """Logs and returns the metrics; exits if a loss is not finite."""
+    metrics = losses | {"global_step": global_step}
+    for name, loss in losses.items():
+        writer.add_scalar(f"losses/{name}", loss, global_step)
+    if not math.isfinite(sum(losses.values())):
+        writer.close()
+        sys.exit(f"\nerror: not finite: {metrics}.")
+    metrics["episodic_return"] = float(np.mean(last_returns)) if last_returns else None
+    progress.set_postfix(episodic_return=metrics["episodic_return"], refresh=False)
+    progress.update(global_step - progress.n)
+    metrics["SPS"] = (global_step - clock[1]) / (time.perf_counter() - clock[0])  # since the last report
+    writer.add_scalar("charts/SPS", metrics["SPS"], global_step)
+    return metrics
+
+
+def run_until_stopped(train):
+    """Reads the flags and trains; Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 makes train() end after its next report."""
+    words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
+    words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
+    args = tyro.cli(Args, args=words.split("\0")[1:])
+    signals = []
+
+    def remember(number: int, _):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, remember)
+    train(args, signals)
+    if signals:
+        sys.exit(128 + signals[0])
+
+
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    run_until_stopped(train)

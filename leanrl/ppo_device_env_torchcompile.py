@@ -16,7 +16,6 @@ Differences from CleanRL's ppo.py:
 3. A checkpoint holds the envs, too, so a resumed run goes on in the middle of their episodes.
 """
 
-import difflib
 import json
 import logging  # perf[capture]
 import math
@@ -344,8 +343,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if minibatch_size < 2 or batch_size % args.num_minibatches:
         fail(f"a rollout has {batch_size} steps; --num-minibatches must divide it into equal parts of at least two.")
     if args.env_id not in ENVS:
-        near = difflib.get_close_matches(args.env_id, ENVS, cutoff=0)
-        fail(f"no env {args.env_id!r} in this file; try {', '.join(near)}.")
+        fail(f"no env {args.env_id!r} in this file; try {' or '.join(ENVS)}.")
     env = ENVS[args.env_id]
     saved = load_checkpoint(args)
     first_iteration = saved.get("iteration", 0)
@@ -361,11 +359,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     shapes = {name: p.shape for name, p in agent.named_parameters()}
     flat = nn.utils.parameters_to_vector(agent.parameters())  # perf[flat]
     nn.utils.vector_to_parameters(flat, agent.parameters())  # from here on they are views of the vector
-    adam = adam_state([flat])
     lr = torch.zeros((), device=device)  # perf[tensor] a number would keep the value it was compiled with
     envs = first_envs(env, N, device)
 
-    state = {"flat": flat, "adam": adam, "envs": envs}  # perf[graph] the state of a run is tensors alone
+    state = {"flat": flat, "adam": adam_state([flat]), "envs": envs}  # perf[graph] the state of a run is tensors alone
     random = torch.cuda if device.type == "cuda" else torch  # whose generator draws all that follows
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), saved["state"]):  # perf[graph]
@@ -403,7 +400,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
         grad, (_, losses) = grad_and_value(loss_of, has_aux=True)(flat)  # perf[graph]
         grad *= (args.max_grad_norm / (grad.norm() + 1e-6)).clamp(max=1)
-        adam_([flat], [grad], *adam, lr, eps=1e-5)
+        adam_([flat], [grad], *state["adam"], lr, eps=1e-5)
         return losses
 
     batch = {}
@@ -437,8 +434,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     clock = time.perf_counter(), global_step  # of the last report
     interval = args.checkpoint_interval or math.inf
     for iteration in range(first_iteration, num_iterations):
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
+        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         lr.fill_(learning_rate)  # perf[tensor]
         noise = -torch.empty(T, N, env.num_actions, device=device).exponential_().log()  # Gumbel noise
         uniform = torch.rand(T, N, env.num_uniforms, device=device)
@@ -468,8 +464,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     for p in agent.parameters():
         p.data = p.clone()  # perf[flat] a view cannot be saved alone
-    policy = GreedyDiscreteAgent(agent)
-    finish_run(args, run_dir, metrics, writer, policy, torch.zeros(2, env.obs_dim))
+    finish_run(args, run_dir, metrics, writer, GreedyDiscreteAgent(agent), torch.zeros(2, env.obs_dim))
     progress.close()
     return metrics
 

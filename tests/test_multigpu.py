@@ -296,10 +296,11 @@ def test_a_break_is_decided_by_all_ranks(own_folder):
         ),
         (
             3,
-            "original = script.check_equal\n"
-            "def check_equal(parameters, rank):\n    parameters[0].data += rank == 0\n    original(parameters, rank)\n"
-            "script.check_equal = check_equal\n",
-            "the parameters of rank 0 differ from those of the others",
+            "original = script.gather\n"
+            "def gather(games, signals, params):\n"
+            "    params[0].data += rank == 0\n    return original(games, signals, params)\n"
+            "script.gather = gather\n",
+            "the ranks have different parameters",
         ),
     ],
     ids=["nan", "divergence"],

@@ -194,8 +194,9 @@ def test_statistics_of_several_workers_are_those_of_all_they_saw(monkeypatch, lo
 
     def statistics(script: str, **sizes) -> list[torch.Tensor]:
         policies = []
+        finish_run = load(script).finish_run
         with monkeypatch.context() as patch:
-            patch.setattr(load(script), "finish_run", lambda *args: policies.append(args[4]))
+            patch.setattr(load(script), "finish_run", lambda *args: policies.append(args[4]) or finish_run(*args))
             train(patch, script, **flags | sizes)
         return [policies[0].mean, policies[0].std]
 
@@ -437,7 +438,7 @@ def test_vtrace_over_episodes_known_in_advance(monkeypatch, local, name):
     monkeypatch.setattr(script.Workers, "collect", spied_collect)
     sizes = {"num_workers": 1, "envs_per_worker": 1, "num_steps": 5, "total_timesteps": 10, "learning_rate": 0.05}
     flags = {"gamma": gamma, "gae_lambda": lam, "rho_clip": 0.95, "c_clip": 0.95, "anneal_lr": False}
-    calls, batches, _ = record(monkeypatch, name, **sizes | flags, seed=8)
+    calls, batches, _ = record(monkeypatch, name, **sizes | flags, seed=7)  # has ratios on both sides of 0.95
     last_value = [120, 310]  # of what follows OBS
     for i, (ratio, *_, target, advantage) in enumerate(calls):
         ratios = (batches[i]["logprob"] - torch.tensor(played[i]).flatten()).exp()
@@ -583,13 +584,17 @@ def test_settings_reach_the_envs_of_the_workers(monkeypatch, local, name, where)
 
 
 class DrawingEnv(ScriptedEnv):
-    """Draws from all generators that it can reach, in each step, and tells of it by its reward."""
+    """Draws from all generators that it can reach when it is made, and in each step, and tells of it by its reward."""
+
+    def __init__(self):
+        self.drawn = self.draw()
+
+    def draw(self) -> float:
+        return random.random() + np.random.random() + torch.rand(()).item()  # noqa: NPY002
 
     def step(self, action):
         obs, _, *rest = super().step(action)
-        drawn = random.random() + np.random.random() + torch.rand(()).item()  # noqa: NPY002
-        drawn += self.action_space.sample()[0]
-        return obs, drawn, *rest
+        return obs, self.drawn + self.draw() + self.action_space.sample()[0], *rest
 
 
 @pytest.mark.parametrize("where", [{}, ON_LEARNER])
@@ -598,10 +603,16 @@ def test_an_env_that_draws_from_global_generators_draws_the_same_in_every_run(mo
     gym.register("DrawingEnv-v0", DrawingEnv)
     try:
         flags = problem(name) | TWO_WORKERS | where | {"env_id": "DrawingEnv-v0"}
-        runs = [train(monkeypatch, name, **flags, seed=seed) for seed in (1, 1, 2)]
+        whole = train_and_keep(monkeypatch, name, **flags)
+        again = train(monkeypatch, name, **flags)
+        resumed = train(monkeypatch, name, **flags, resume=whole.second)
+        other = train(monkeypatch, name, **flags, seed=2)
     finally:
         gym.registry.pop("DrawingEnv-v0")
-    assert same(runs[0], runs[1]) and runs[0].metrics["episodic_return"] != runs[2].metrics["episodic_return"]
+    assert same(whole, again) and same(whole, resumed)
+    assert whole.metrics["episodic_return"] != other.metrics["episodic_return"]
+    events = EventAccumulator(str(whole.run_dir)).Reload().Scalars("charts/episodic_return")
+    assert len({event.value for event in events}) == len(events) > 10
 
 
 @pytest.mark.parametrize(
