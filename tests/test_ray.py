@@ -722,6 +722,7 @@ def addresses_that_listen(driver: int) -> set[str]:
 def test_on_ray_itself_a_run_computes_the_same(monkeypatch, name):
     one = {key: value for key, value in SMALL.items() if key not in ("num_workers", "envs_per_worker")}
     script = load(alone(name))
+    torch.set_num_threads(1)  # as environment() says
     metrics = script.train(script.Args(**one, num_envs=2, total_timesteps=512, cuda=False, save_model=False))
     process = start(name, **SMALL | {"act_on": "learner", "total_timesteps": 512})
     errors = process.communicate(timeout=200)[1]
@@ -776,6 +777,7 @@ def test_on_ray_itself_a_lag_gives_the_same_bits_and_nothing_is_spilled(monkeypa
     flags = tiny(name) | {"num_workers": 2, "envs_per_worker": 2, "num_steps": 32, "update_epochs": 1}
     flags |= {"num_minibatches": 1, "total_timesteps": 36 * 128}  # 134 MB in all, more than the store has
     script = load(name)
+    torch.set_num_threads(1)  # as environment() says
     here = script.train(script.Args(**flags, cuda=False, save_model=False))
     command = [sys.executable, "-c", ON_RAY.format(name=name), json.dumps(flags)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
