@@ -32,7 +32,6 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -161,7 +160,7 @@ class LRUQNetwork(nn.Module):
         scale = (-(2 * log_radius).expm1()).sqrt()  # keeps the state's variance near 1 (Orvieto et al., eq. 7)
         drive = self.drive(encoded) * torch.cat([scale, scale])
         states = self.recurrence(log_radius, self.angle, drive, keep, state)
-        return self.q(encoded + F.silu(self.readout(states))), states[-1]
+        return self.q(encoded + nn.functional.silu(self.readout(states))), states[-1]
 
 
 class GreedyRecurrentQNetwork(nn.Module):
@@ -177,7 +176,7 @@ class GreedyRecurrentQNetwork(nn.Module):
         state, previous_action = memory.split([memory.shape[1] - num_actions, num_actions], -1)
         q, state = self.q_network(torch.cat([obs, previous_action], -1)[None], state)
         action = q[0].argmax(-1)
-        return action + self.first_action, torch.cat([state, F.one_hot(action, num_actions)], -1)
+        return action + self.first_action, torch.cat([state, nn.functional.one_hot(action, num_actions)], -1)
 
 
 def split_row(row, obs_dim: int):
@@ -186,15 +185,12 @@ def split_row(row, obs_dim: int):
 
 
 def sample_slices(ring: Tensor, states: Tensor, newest: Tensor, args: Args) -> tuple[Tensor, Tensor]:
-    """Slices (burn_in + T, B, row_size) of the ring, drawn uniformly, and the states (B, 2H) from which they start.
-
-    They start where a state is stored. None spans the place between the newest row, of time `newest`, and the oldest.
-    """
+    """Slices (burn_in + T, B, row_size) of the ring, drawn uniformly, and the states (B, 2H) from which they start."""
     num_rows, num_envs, _ = ring.shape
     interval = args.state_interval
     length = args.burn_in + args.seq_length
     first = ((newest - num_rows).clamp(min=-1) + interval) // interval  # the oldest state whose rows are all there
-    last = (newest + 1 - length) // interval
+    last = (newest + 1 - length) // interval  # the newest state whose rows are all there
     draws = torch.rand(args.batch_size, dtype=torch.float64, device=ring.device) * ((last + 1 - first) * num_envs)
     start = first + draws.long() // num_envs
     i = draws.long() % num_envs
@@ -268,21 +264,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     q_network = LRUQNetwork(obs_dim + num_actions, num_actions, args.hidden_size).to(device)
     target_network = copy.deepcopy(q_network).requires_grad_(False)
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
-
+    learners = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
     obs[:] = start_anew(args.seed, first_step, envs)
     ring[0] = row
     if saved:
-        q_network.load_state_dict(saved["q_network"])
-        target_network.load_state_dict(saved["target_network"])
-        optimizer.load_state_dict(saved["optimizer"])
+        for name, learner in learners.items():
+            learner.load_state_dict(saved[name])
         ring[: len(saved["replay"])] = saved["replay"]
         states.copy_(saved["states"])
-
-    def act() -> np.ndarray:
-        with torch.no_grad():
-            q, next_memory = q_network(row[None, :, :-3].to(device), memory)
-            memory.copy_(next_memory)
-            return first_action + q[0].argmax(-1).cpu().numpy()
 
     progress = tqdm(total=total_steps * N, initial=first_step * N, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
@@ -291,30 +280,31 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     interval = args.checkpoint_interval or math.inf
     exploration_steps = args.exploration_fraction * args.total_timesteps
     rng = np.random.default_rng([args.seed, first_step])
-
     for step in range(first_step, total_steps):
         # act
         if step % args.state_interval == 0:
             states[step // args.state_interval % len(states)] = memory
         global_step = step * N
         epsilon = np.interp(global_step, [0, exploration_steps], [args.start_e, args.end_e])
-        random_action = first_action + rng.integers(num_actions, size=N)
-        action = np.where(rng.random(N) < epsilon, random_action, act())
+        random_action = rng.integers(num_actions, size=N)
+        with torch.no_grad():
+            q, memory = q_network(row[None, :, :-3].to(device), memory)
+        action = np.where(rng.random(N) < epsilon, random_action, q[0].argmax(-1).cpu().numpy())
 
         # learn
         learning = global_step >= learning_starts
         if learning and global_step % args.train_frequency == 0:
-            slices, state = sample_slices(ring, states, torch.tensor(step, device=device), args)
-            losses = learn_from_slices(slices, state, q_network, target_network, optimizer, obs_dim, args)
+            slices, first_memory = sample_slices(ring, states, torch.tensor(step, device=device), args)
+            losses = learn_from_slices(slices, first_memory, q_network, target_network, optimizer, obs_dim, args)
         if learning and global_step % args.target_network_frequency < N:
             with torch.no_grad():
                 torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), args.tau)
 
         # step and store
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
-        row_action[:] = np.eye(num_actions)[action - first_action] * valid[:, None]  # no action precedes an episode
+        row_action[:] = np.eye(num_actions)[action] * valid[:, None]  # no action precedes an episode
         global_step += N
-        for return_, length in step_envs(envs, action, obs, reward, terminated, truncated, totals):
+        for return_, length in step_envs(envs, first_action + action, obs, reward, terminated, truncated, totals):
             writer.add_scalar("charts/episodic_return", return_, global_step)
             writer.add_scalar("charts/episodic_length", length, global_step)
             last_returns.append(return_)
@@ -329,8 +319,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             if is_due or signals:
                 kept = {"step": step + 1, "states": states, "last_returns": list(last_returns)}
                 kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
-                kept |= {"q_network": q_network.state_dict(), "target_network": target_network.state_dict()}
-                kept["optimizer"] = optimizer.state_dict()
+                kept |= {name: learner.state_dict() for name, learner in learners.items()}
                 save_checkpoint(run_dir, args, kept)
                 row.zero_()
                 memory.zero_()

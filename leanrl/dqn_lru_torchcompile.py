@@ -33,7 +33,6 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
 from tensordict.nn import CudaGraphModule  # perf[capture]
 from torch import Tensor, nn
@@ -206,7 +205,7 @@ class LRUQNetwork(nn.Module):
         scale = (-(2 * log_radius).expm1()).sqrt()  # keeps the state's variance near 1 (Orvieto et al., eq. 7)
         drive = self.drive(encoded) * torch.cat([scale, scale])
         states = self.recurrence(log_radius, self.angle, drive, keep, state)
-        return self.q(encoded + F.silu(self.readout(states))), states[-1]
+        return self.q(encoded + nn.functional.silu(self.readout(states))), states[-1]
 
 
 class GreedyRecurrentQNetwork(nn.Module):
@@ -222,7 +221,7 @@ class GreedyRecurrentQNetwork(nn.Module):
         state, previous_action = memory.split([memory.shape[1] - num_actions, num_actions], -1)
         q, state = self.q_network(torch.cat([obs, previous_action], -1)[None], state)
         action = q[0].argmax(-1)
-        return action + self.first_action, torch.cat([state, F.one_hot(action, num_actions)], -1)
+        return action + self.first_action, torch.cat([state, nn.functional.one_hot(action, num_actions)], -1)
 
 
 def split_row(row, obs_dim: int):
@@ -231,15 +230,12 @@ def split_row(row, obs_dim: int):
 
 
 def sample_slices(ring: Tensor, states: Tensor, newest: Tensor, args: Args) -> tuple[Tensor, Tensor]:
-    """Slices (burn_in + T, B, row_size) of the ring, drawn uniformly, and the states (B, 2H) from which they start.
-
-    They start where a state is stored. None spans the place between the newest row, of time `newest`, and the oldest.
-    """
+    """Slices (burn_in + T, B, row_size) of the ring, drawn uniformly, and the states (B, 2H) from which they start."""
     num_rows, num_envs, _ = ring.shape
     interval = args.state_interval
     length = args.burn_in + args.seq_length
     first = ((newest - num_rows).clamp(min=-1) + interval) // interval  # the oldest state whose rows are all there
-    last = (newest + 1 - length) // interval
+    last = (newest + 1 - length) // interval  # the newest state whose rows are all there
     draws = torch.rand(args.batch_size, dtype=torch.float64, device=ring.device) * ((last + 1 - first) * num_envs)
     start = first + draws.long() // num_envs
     i = draws.long() % num_envs
@@ -350,11 +346,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     host_network = copy.deepcopy(q_network).cpu()  # perf[host] acts beside the envs: a GPU would be waited for
     q_network.recurrence = target_network.recurrence = lru_scan  # perf[scan]
 
-    def act() -> np.ndarray:
-        q, next_memory = host_network(row[None, :, :-3], memory)  # perf[host]
-        memory.copy_(next_memory)
-        return first_action + q[0].argmax(-1).numpy()
-
     def update(newest: Tensor) -> dict[str, Tensor]:
         slices, memory = sample_slices(ring, states, newest, args)
         return learn_from_slices_(slices, memory, state, q_network, target_network, obs_dim, args)
@@ -372,15 +363,15 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     interval = args.checkpoint_interval or math.inf
     exploration_steps = args.exploration_fraction * args.total_timesteps
     rng = np.random.default_rng([args.seed, first_step])
-
     for step in range(first_step, total_steps):
         # act
         if step % args.state_interval == 0:
             states[step // args.state_interval % len(states)] = memory
         global_step = step * N
         epsilon = np.interp(global_step, [0, exploration_steps], [args.start_e, args.end_e])
-        random_action = first_action + rng.integers(num_actions, size=N)
-        action = np.where(rng.random(N) < epsilon, random_action, act())
+        random_action = rng.integers(num_actions, size=N)
+        q, memory = host_network(row[None, :, :-3], memory)  # perf[host] no sync
+        action = np.where(rng.random(N) < epsilon, random_action, q[0].argmax(-1).numpy())
 
         # learn
         learning = global_step >= learning_starts
@@ -391,9 +382,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
         # step and store
         valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
-        row_action[:] = np.eye(num_actions)[action - first_action] * valid[:, None]  # no action precedes an episode
+        row_action[:] = np.eye(num_actions)[action] * valid[:, None]  # no action precedes an episode
         global_step += N
-        for return_, length in step_envs(envs, action, obs, reward, terminated, truncated, totals):
+        for return_, length in step_envs(envs, first_action + action, obs, reward, terminated, truncated, totals):
             writer.add_scalar("charts/episodic_return", return_, global_step)
             writer.add_scalar("charts/episodic_length", length, global_step)
             last_returns.append(return_)

@@ -32,7 +32,6 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -169,7 +168,7 @@ class LRUAgent(nn.Module):
         scale = (-(2 * log_radius).expm1()).sqrt()  # keeps the state's variance near 1 (Orvieto et al., eq. 7)
         drive = self.drive(encoded) * torch.cat([scale, scale])
         states = self.recurrence(log_radius, self.angle, drive, keep, state)
-        hidden = encoded + F.silu(self.readout(states))
+        hidden = encoded + nn.functional.silu(self.readout(states))
         return self.actor(hidden), self.critic(hidden).squeeze(-1), states[-1]
 
 
@@ -186,7 +185,7 @@ class GreedyRecurrentAgent(nn.Module):
         state, previous_action = memory.split([memory.shape[1] - num_actions, num_actions], -1)
         logits, _, state = self.agent(torch.cat([obs, previous_action], -1)[None], state)
         action = logits[0].argmax(-1)
-        return action + self.first_action, torch.cat([state, F.one_hot(action, num_actions)], -1)
+        return action + self.first_action, torch.cat([state, nn.functional.one_hot(action, num_actions)], -1)
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,6 +249,19 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
+def learn_from_rollouts(agent: nn.Module, optimizer, batch: dict[str, Tensor], args: Args, idx: Tensor) -> Tensor:
+    """A gradient step on the rollouts of the envs idx (n,); returns what to log, PPO_LOSSES in one tensor."""
+    minibatch = {name: x[:, idx] for name, x in batch.items()}
+    logits, value, _ = agent(minibatch["inputs"], minibatch["first_state"][0])
+    logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
+    loss, losses = ppo_loss(logprob, entropy, value, minibatch, args)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return losses
+
+
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     """Trains an agent and returns the final metrics; a signal makes it save and stop early."""
     check_numbers(args)
@@ -278,39 +290,25 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     terminated = np.zeros(N, bool)
     truncated = np.full(N, first_iteration > 0)  # a resumed run begins with a reset, as the run did that was saved
     totals = np.zeros((2, N))  # return and length of the open episodes
-
     agent = LRUAgent(obs_dim + num_actions, num_actions, args.hidden_size).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     state = torch.zeros(N, 2 * args.hidden_size, device=device)
-
     obs[:] = start_anew(args.seed, first_iteration, envs)
     if saved:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
 
-    input_buffer = torch.zeros(T + 1, N, obs_dim + num_actions, device=device)
-    action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
-    logprob_buffer = torch.zeros(T, N, device=device)
-    value = torch.zeros(T + 1, N, device=device)
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid
-
-    def update(idx: Tensor) -> Tensor:
-        """A gradient step on the rollouts of the envs idx; returns what to log."""
-        minibatch = {name: x[:, idx] for name, x in batch.items()}
-        logits, value, _ = agent(minibatch["inputs"], minibatch["first_state"][0])
-        logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
-        loss, losses = ppo_loss(logprob, entropy, value, minibatch, args)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        optimizer.step()
-        return losses
-
     global_step = first_iteration * batch_size
     progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     clock = time.perf_counter(), global_step  # of the last report
     interval = args.checkpoint_interval or math.inf
+
+    input_buffer = torch.zeros(T + 1, N, obs_dim + num_actions, device=device)
+    action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
+    logprob_buffer = torch.zeros(T, N, device=device)
+    value = torch.zeros(T + 1, N, device=device)
     for iteration in range(first_iteration, num_iterations):
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel noise
         first_state = state
@@ -326,8 +324,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             # step and store
             valid = ~(terminated | truncated)  # an env whose episode has ended only resets
             global_step += N
-            env_action = first_action + action
-            for return_, length in step_envs(envs, env_action, obs, reward, terminated, truncated, totals):
+            for return_, length in step_envs(envs, first_action + action, obs, reward, terminated, truncated, totals):
                 writer.add_scalar("charts/episodic_return", return_, global_step)
                 writer.add_scalar("charts/episodic_length", length, global_step)
                 last_returns.append(return_)
@@ -342,12 +339,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         batch = {"inputs": input_buffer[:T], "first_state": first_state[None]}
         batch |= {"action": action_buffer, "logprob": logprob_buffer, "value": value[:T]}
         batch |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
+        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
         for _ in range(args.update_epochs):
             for idx in torch.randperm(N, device=device).split(N // args.num_minibatches):
-                losses = dict(zip(PPO_LOSSES, update(idx)))
+                losses = dict(zip(PPO_LOSSES, learn_from_rollouts(agent, optimizer, batch, args, idx)))
 
         # report and save
         losses["explained_variance"] = explained_variance(batch)

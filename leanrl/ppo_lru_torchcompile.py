@@ -29,12 +29,12 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial  # perf[graph]
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
 from tensordict.nn import CudaGraphModule  # perf[capture]
 from torch import Tensor, nn
@@ -215,7 +215,7 @@ class LRUAgent(nn.Module):
         scale = (-(2 * log_radius).expm1()).sqrt()  # keeps the state's variance near 1 (Orvieto et al., eq. 7)
         drive = self.drive(encoded) * torch.cat([scale, scale])
         states = self.recurrence(log_radius, self.angle, drive, keep, state)
-        hidden = encoded + F.silu(self.readout(states))
+        hidden = encoded + nn.functional.silu(self.readout(states))
         return self.actor(hidden), self.critic(hidden).squeeze(-1), states[-1]
 
 
@@ -232,7 +232,7 @@ class GreedyRecurrentAgent(nn.Module):
         state, previous_action = memory.split([memory.shape[1] - num_actions, num_actions], -1)
         logits, _, state = self.agent(torch.cat([obs, previous_action], -1)[None], state)
         action = logits[0].argmax(-1)
-        return action + self.first_action, torch.cat([state, F.one_hot(action, num_actions)], -1)
+        return action + self.first_action, torch.cat([state, nn.functional.one_hot(action, num_actions)], -1)
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,6 +314,23 @@ def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
+def learn_from_rollouts_(agent: nn.Module, learned: dict, batch: dict, args: Args, idx: Tensor) -> Tensor:
+    """A gradient step on the rollouts of the envs idx (n,); returns what to log, PPO_LOSSES in one tensor."""
+    minibatch = {name: x[:, idx] for name, x in batch.items()}
+
+    def loss_of(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits, value, _ = functional_call(agent, parameters, (minibatch["inputs"], minibatch["first_state"][0]))
+        logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
+        return ppo_loss(logprob, entropy, value, minibatch, args)
+
+    parameters = learned["parameters"]
+    grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(parameters)  # perf[graph]
+    norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+    adam_(parameters.values(), [grad * scale for grad in grads.values()], *learned["adam"], learned["lr"], eps=1e-5)
+    return losses
+
+
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     """Trains an agent and returns the final metrics; a signal makes it save and stop early."""
     check_numbers(args)
@@ -345,18 +362,22 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     terminated = np.zeros(N, bool)
     truncated = np.full(N, first_iteration > 0)  # a resumed run begins with a reset, as the run did that was saved
     totals = np.zeros((2, N))  # return and length of the open episodes
-
     agent = LRUAgent(obs_dim + num_actions, num_actions, args.hidden_size).to(device).requires_grad_(False)
-    parameters = dict(agent.named_parameters())
-    adam = adam_state(parameters.values())  # perf[graph]
-    lr = torch.zeros((), device=device)  # perf[tensor] a number would keep the value it was compiled with
+    # perf[graph] what a run has learned is tensors alone; perf[tensor] a number would be compiled as a constant
+    learned = {"parameters": dict(agent.named_parameters()), "lr": torch.zeros((), device=device)}
+    learned["adam"] = adam_state(learned["parameters"].values())
     state = torch.zeros(N, 2 * args.hidden_size)  # perf[host]
-
     obs[:] = start_anew(args.seed, first_iteration, envs)
-    learned = {"parameters": parameters, "adam": adam}  # perf[graph] the state of a run is tensors alone
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(learned), saved["state"]):  # perf[graph]
             tensor.copy_(saved_tensor)
+
+    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid
+    global_step = first_iteration * batch_size
+    progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
+    last_returns = deque(saved.get("last_returns", []), maxlen=100)
+    clock = time.perf_counter(), global_step  # of the last report
+    interval = args.checkpoint_interval or math.inf
 
     host_agent = copy.deepcopy(agent).cpu()  # perf[host] acts beside the envs: a GPU would be waited for
     agent.recurrence = lru_scan  # perf[scan]
@@ -364,40 +385,20 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     action_buffer = torch.zeros(T, N, dtype=torch.long)
     logprob_buffer = torch.zeros(T, N)
     value = torch.zeros(T + 1, N)
-    batch = {}
-    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid
-
-    def update(idx: Tensor) -> Tensor:
-        """A gradient step on the rollouts of the envs idx; returns what to log."""
-        minibatch = {name: x[:, idx] for name, x in batch.items()}
-
-        def loss_of(parameters: dict[str, Tensor]):
-            logits, value, _ = functional_call(agent, parameters, (minibatch["inputs"], minibatch["first_state"][0]))
-            logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
-            return ppo_loss(logprob, entropy, value, minibatch, args)
-
-        grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(parameters)  # perf[graph]
-        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
-        scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        adam_(parameters.values(), [grad * scale for grad in grads.values()], *adam, lr, eps=1e-5)
-        return losses
+    batch = {}  # the first rollout fills it
+    update = partial(learn_from_rollouts_, agent, learned, batch, args)
+    if args.compile:  # perf[graph]
+        update = torch.compile(update, fullgraph=True)
 
     def update_epoch(permutation: Tensor) -> Tensor:  # perf[capture] all updates of an epoch in one graph
         for idx in permutation.split(N // args.num_minibatches):
             losses = update(idx)
         return losses
 
-    if args.compile:  # perf[graph]; update_epoch() calls the compiled update from here on
-        update = torch.compile(update, fullgraph=True)
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         update_epoch = CudaGraphModule(update_epoch, warmup=3)
 
-    global_step = first_iteration * batch_size
-    progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
-    last_returns = deque(saved.get("last_returns", []), maxlen=100)
-    clock = time.perf_counter(), global_step  # of the last report
-    interval = args.checkpoint_interval or math.inf
     for iteration in range(first_iteration, num_iterations):
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log().cpu()  # Gumbel noise
         first_state = state
@@ -413,8 +414,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             # step and store
             valid = ~(terminated | truncated)  # an env whose episode has ended only resets
             global_step += N
-            env_action = first_action + action
-            for return_, length in step_envs(envs, env_action, obs, reward, terminated, truncated, totals):
+            for return_, length in step_envs(envs, first_action + action, obs, reward, terminated, truncated, totals):
                 writer.add_scalar("charts/episodic_return", return_, global_step)
                 writer.add_scalar("charts/episodic_length", length, global_step)
                 last_returns.append(return_)
@@ -431,16 +431,15 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
         for name, x in rollout.items():  # perf[capture] a graph reads fixed addresses: those of the first rollout
             batch.setdefault(name, torch.empty(x.shape, dtype=x.dtype, device=device)).copy_(x)
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
-        lr.fill_(learning_rate)  # perf[tensor]
+        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
+        learned["lr"].fill_(learning_rate)  # perf[tensor]
         for _ in range(args.update_epochs):
             losses = dict(zip(PPO_LOSSES, update_epoch(torch.randperm(N, device=device))))
         host_agent.load_state_dict(agent.state_dict())  # perf[host]
 
         # report and save
         losses["explained_variance"] = explained_variance(batch)
-        metrics = report(losses, parameters.values(), last_returns, global_step, clock, writer, progress)
+        metrics = report(losses, agent.parameters(), last_returns, global_step, clock, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         is_due = global_step // interval > clock[1] // interval
         clock = time.perf_counter(), global_step

@@ -33,7 +33,6 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -133,7 +132,7 @@ def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
 def gru(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
     """A step of a GRU (Cho et al. 2014, in PyTorch's form): weight (3H, H), gates_x (N, 3H), state (N, H) -> (N, H)."""
     reset_x, update_x, new_x = gates_x.chunk(3, -1)
-    reset_h, update_h, new_h = F.linear(state, weight).chunk(3, -1)
+    reset_h, update_h, new_h = (state @ weight.T).chunk(3, -1)
     new = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
     return new + (update_x + update_h).sigmoid() * (state - new)
 
@@ -141,7 +140,7 @@ def gru(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
 def lstm(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
     """A step of an LSTM (Gers et al. 2000): weight (4H, H), gates_x (N, 4H), state (N, 2H): output and cell."""
     output, cell = state.chunk(2, -1)
-    i, f, g, o = (gates_x + F.linear(output, weight)).chunk(4, -1)  # the gates of input, forgetting, cell and output
+    i, f, g, o = (gates_x + output @ weight.T).chunk(4, -1)  # the gates of input, forgetting, cell and output
     cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
     return torch.cat([o.sigmoid() * cell.tanh(), cell], -1)
 
@@ -189,7 +188,7 @@ class GreedyRecurrentAgent(nn.Module):
         state, previous_action = memory.split([memory.shape[1] - num_actions, num_actions], -1)
         logits, _, state = self.agent(torch.cat([obs, previous_action], -1)[None], state)
         action = logits[0].argmax(-1)
-        return action + self.first_action, torch.cat([state, F.one_hot(action, num_actions)], -1)
+        return action + self.first_action, torch.cat([state, nn.functional.one_hot(action, num_actions)], -1)
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,6 +252,19 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
+def learn_from_rollouts(agent: nn.Module, optimizer, batch: dict[str, Tensor], args: Args, idx: Tensor) -> Tensor:
+    """A gradient step on the rollouts of the envs idx (n,); returns what to log, PPO_LOSSES in one tensor."""
+    minibatch = {name: x[:, idx] for name, x in batch.items()}
+    logits, value, _ = agent(minibatch["inputs"], minibatch["first_state"][0])
+    logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
+    loss, losses = ppo_loss(logprob, entropy, value, minibatch, args)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+    return losses
+
+
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     """Trains an agent and returns the final metrics; a signal makes it save and stop early."""
     check_numbers(args)
@@ -281,39 +293,25 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     terminated = np.zeros(N, bool)
     truncated = np.full(N, first_iteration > 0)  # a resumed run begins with a reset, as the run did that was saved
     totals = np.zeros((2, N))  # return and length of the open episodes
-
     agent = RNNAgent(obs_dim + num_actions, num_actions, args.hidden_size, args.cell).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     state = torch.zeros(N, agent.state_dim, device=device)
-
     obs[:] = start_anew(args.seed, first_iteration, envs)
     if saved:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
 
-    input_buffer = torch.zeros(T + 1, N, obs_dim + num_actions, device=device)
-    action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
-    logprob_buffer = torch.zeros(T, N, device=device)
-    value = torch.zeros(T + 1, N, device=device)
     env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid
-
-    def update(idx: Tensor) -> Tensor:
-        """A gradient step on the rollouts of the envs idx; returns what to log."""
-        minibatch = {name: x[:, idx] for name, x in batch.items()}
-        logits, value, _ = agent(minibatch["inputs"], minibatch["first_state"][0])
-        logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
-        loss, losses = ppo_loss(logprob, entropy, value, minibatch, args)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        optimizer.step()
-        return losses
-
     global_step = first_iteration * batch_size
     progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     clock = time.perf_counter(), global_step  # of the last report
     interval = args.checkpoint_interval or math.inf
+
+    input_buffer = torch.zeros(T + 1, N, obs_dim + num_actions, device=device)
+    action_buffer = torch.zeros(T, N, dtype=torch.long, device=device)
+    logprob_buffer = torch.zeros(T, N, device=device)
+    value = torch.zeros(T + 1, N, device=device)
     for iteration in range(first_iteration, num_iterations):
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log()  # Gumbel noise
         first_state = state
@@ -329,8 +327,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             # step and store
             valid = ~(terminated | truncated)  # an env whose episode has ended only resets
             global_step += N
-            env_action = first_action + action
-            for return_, length in step_envs(envs, env_action, obs, reward, terminated, truncated, totals):
+            for return_, length in step_envs(envs, first_action + action, obs, reward, terminated, truncated, totals):
                 writer.add_scalar("charts/episodic_return", return_, global_step)
                 writer.add_scalar("charts/episodic_length", length, global_step)
                 last_returns.append(return_)
@@ -345,12 +342,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         batch = {"inputs": input_buffer[:T], "first_state": first_state[None]}
         batch |= {"action": action_buffer, "logprob": logprob_buffer, "value": value[:T]}
         batch |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
+        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
         for _ in range(args.update_epochs):
             for idx in torch.randperm(N, device=device).split(N // args.num_minibatches):
-                losses = dict(zip(PPO_LOSSES, update(idx)))
+                losses = dict(zip(PPO_LOSSES, learn_from_rollouts(agent, optimizer, batch, args, idx)))
 
         # report and save
         losses["explained_variance"] = explained_variance(batch)

@@ -29,13 +29,13 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial  # perf[graph] perf[operator]
 from pathlib import Path
 from typing import Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
 from tensordict.nn import CudaGraphModule  # perf[capture]
 from torch import Tensor, nn
@@ -143,7 +143,7 @@ def orthogonal(layer: nn.Module, gain: float = 2**0.5) -> nn.Module:
 def gru(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
     """A step of a GRU (Cho et al. 2014, in PyTorch's form): weight (3H, H), gates_x (N, 3H), state (N, H) -> (N, H)."""
     reset_x, update_x, new_x = gates_x.chunk(3, -1)
-    reset_h, update_h, new_h = F.linear(state, weight).chunk(3, -1)
+    reset_h, update_h, new_h = (state @ weight.T).chunk(3, -1)
     new = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
     return new + (update_x + update_h).sigmoid() * (state - new)
 
@@ -151,7 +151,7 @@ def gru(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
 def lstm(weight: Tensor, gates_x: Tensor, state: Tensor) -> Tensor:
     """A step of an LSTM (Gers et al. 2000): weight (4H, H), gates_x (N, 4H), state (N, 2H): output and cell."""
     output, cell = state.chunk(2, -1)
-    i, f, g, o = (gates_x + F.linear(output, weight)).chunk(4, -1)  # the gates of input, forgetting, cell and output
+    i, f, g, o = (gates_x + output @ weight.T).chunk(4, -1)  # the gates of input, forgetting, cell and output
     cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
     return torch.cat([o.sigmoid() * cell.tanh(), cell], -1)
 
@@ -166,28 +166,23 @@ def recur(step, weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor) ->
 
 # perf[operator] a sequence is one operator, which runs compiled pieces of C steps: a compiler would unroll all T steps
 def as_operator(step, T: int, weight: Tensor, state: Tensor):
-    """Returns what computes recur() for this step, T steps, and a weight and a state (N, S) of these shapes."""
+    """Returns recur() for this step, T steps, and a weight and a state (N, S) of these shapes; no guard checks them."""
     name = step.__name__
     C = max(c for c in range(1, 9) if T % c == 0)
 
-    def piece(weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor) -> Tensor:
-        return recur(step, weight, gates_x, keep, state)
-
     def gradient(grad, weight_grad, state_grad, *inputs):
         """One piece back: grad (C, N, S) is of its states, the other two come from the pieces that follow it."""
-        _, backward = vjp(piece, *inputs)
+        _, backward = vjp(partial(recur, step), *inputs)
         grads = backward(torch.cat([grad[:-1], grad[-1:] + state_grad]))
         return weight_grad + grads[0], grads[1], grads[3]
 
-    def compiled(function, examples: list[Tensor]):
+    def compiled(function, *examples: Tensor):  # traced first, since the compiler itself cannot trace vjp()
         graph = make_fx(function)(*[x.clone() for x in examples])  # a tensor that is given twice would be one input
-        unguarded = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # no shape ever changes
-        return torch.compile(graph, dynamic=False, options=unguarded)
+        return torch.compile(graph, dynamic=False, options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe})
 
-    gates = weight.new_zeros(C, len(state), len(weight))
-    inputs = [weight, gates, gates[..., :1], state]
-    piece_back = compiled(gradient, [state.expand(C, *state.shape), weight, state, *inputs])
-    piece = compiled(piece, inputs)
+    inputs = weight, weight.new_zeros(C, len(state), len(weight)), weight.new_zeros(C, len(state), 1), state
+    piece = compiled(partial(recur, step), *inputs)
+    piece_back = compiled(gradient, state.expand(C, *state.shape), weight, state, *inputs)
 
     @torch.library.custom_op(f"leanrl::{name}", mutates_args=())
     def run(weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor) -> Tensor:
@@ -197,23 +192,20 @@ def as_operator(step, T: int, weight: Tensor, state: Tensor):
         return torch.cat(states[1:])
 
     @torch.library.custom_op(f"leanrl::{name}_back", mutates_args=())
-    def run_back(
-        grad: Tensor, states: Tensor, weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor
-    ) -> list[Tensor]:
+    def back(grad: Tensor, states: Tensor, weight: Tensor, gates: Tensor, keep: Tensor, state: Tensor) -> list[Tensor]:
         first = torch.cat([state[None], states[C - 1 : -1 : C]])  # the state at the start of each piece
-        pieces = zip(grad.split(C), gates_x.split(C), keep.split(C), first)
+        pieces = zip(grad.split(C), gates.split(C), keep.split(C), first)
         weight_grad = torch.zeros_like(weight)
         state_grad = torch.zeros_like(state)
         gates_grads = []
-        for grad_c, gates_c, keep_c, first_c in reversed(list(pieces)):
-            inputs = weight, gates_c, keep_c, first_c
-            weight_grad, gates_grad, state_grad = piece_back(grad_c, weight_grad, state_grad, *inputs)
+        for grad_c, *inputs in reversed(list(pieces)):
+            weight_grad, gates_grad, state_grad = piece_back(grad_c, weight_grad, state_grad, weight, *inputs)
             gates_grads.append(gates_grad)
         return [weight_grad, torch.cat(gates_grads[::-1]), state_grad]
 
     # the shapes of the results, for the compiler
     run.register_fake(lambda weight, gates_x, keep, state: state.new_empty(len(gates_x), *state.shape))
-    run_back.register_fake(lambda grad, states, *inputs: [torch.empty_like(inputs[i]) for i in (0, 1, 3)])
+    back.register_fake(lambda grad, states, *inputs: [torch.empty_like(inputs[i]) for i in (0, 1, 3)])
 
     # looked up once: the name is lost as soon as an older operator of that name is collected
     forwards, backwards = (getattr(torch.ops.leanrl, op).default for op in (name, f"{name}_back"))
@@ -271,7 +263,7 @@ class GreedyRecurrentAgent(nn.Module):
         state, previous_action = memory.split([memory.shape[1] - num_actions, num_actions], -1)
         logits, _, state = self.agent(torch.cat([obs, previous_action], -1)[None], state)
         action = logits[0].argmax(-1)
-        return action + self.first_action, torch.cat([state, F.one_hot(action, num_actions)], -1)
+        return action + self.first_action, torch.cat([state, nn.functional.one_hot(action, num_actions)], -1)
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -353,6 +345,23 @@ def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
+def learn_from_rollouts_(agent: nn.Module, learned: dict, batch: dict, args: Args, idx: Tensor) -> Tensor:
+    """A gradient step on the rollouts of the envs idx (n,); returns what to log, PPO_LOSSES in one tensor."""
+    minibatch = {name: x[:, idx] for name, x in batch.items()}
+
+    def loss_of(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits, value, _ = functional_call(agent, parameters, (minibatch["inputs"], minibatch["first_state"][0]))
+        logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
+        return ppo_loss(logprob, entropy, value, minibatch, args)
+
+    parameters = learned["parameters"]
+    grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(parameters)  # perf[graph]
+    norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+    adam_(parameters.values(), [grad * scale for grad in grads.values()], *learned["adam"], learned["lr"], eps=1e-5)
+    return losses
+
+
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     """Trains an agent and returns the final metrics; a signal makes it save and stop early."""
     check_numbers(args)
@@ -384,60 +393,44 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     terminated = np.zeros(N, bool)
     truncated = np.full(N, first_iteration > 0)  # a resumed run begins with a reset, as the run did that was saved
     totals = np.zeros((2, N))  # return and length of the open episodes
-
     agent = RNNAgent(obs_dim + num_actions, num_actions, args.hidden_size, args.cell).to(device).requires_grad_(False)
-    parameters = dict(agent.named_parameters())
-    adam = adam_state(parameters.values())  # perf[graph]
-    lr = torch.zeros((), device=device)  # perf[tensor] a number would keep the value it was compiled with
+    # perf[graph] what a run has learned is tensors alone; perf[tensor] a number would be compiled as a constant
+    learned = {"parameters": dict(agent.named_parameters()), "lr": torch.zeros((), device=device)}
+    learned["adam"] = adam_state(learned["parameters"].values())
     state = torch.zeros(N, agent.state_dim)  # perf[host]
-
     obs[:] = start_anew(args.seed, first_iteration, envs)
-    learned = {"parameters": parameters, "adam": adam}  # perf[graph] the state of a run is tensors alone
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(learned), saved["state"]):  # perf[graph]
             tensor.copy_(saved_tensor)
+
+    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid
+    global_step = first_iteration * batch_size
+    progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
+    last_returns = deque(saved.get("last_returns", []), maxlen=100)
+    clock = time.perf_counter(), global_step  # of the last report
+    interval = args.checkpoint_interval or math.inf
 
     host_agent = copy.deepcopy(agent).cpu()  # perf[host] acts beside the envs: a GPU would be waited for
     input_buffer = torch.zeros(T + 1, N, obs_dim + num_actions)  # perf[host]
     action_buffer = torch.zeros(T, N, dtype=torch.long)
     logprob_buffer = torch.zeros(T, N)
     value = torch.zeros(T + 1, N)
-    batch = {}
-    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid
-
-    def update(idx: Tensor) -> Tensor:
-        """A gradient step on the rollouts of the envs idx; returns what to log."""
-        minibatch = {name: x[:, idx] for name, x in batch.items()}
-
-        def loss_of(parameters: dict[str, Tensor]):
-            logits, value, _ = functional_call(agent, parameters, (minibatch["inputs"], minibatch["first_state"][0]))
-            logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
-            return ppo_loss(logprob, entropy, value, minibatch, args)
-
-        grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(parameters)  # perf[graph]
-        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
-        scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        adam_(parameters.values(), [grad * scale for grad in grads.values()], *adam, lr, eps=1e-5)
-        return losses
+    batch = {}  # the first rollout fills it
+    update = partial(learn_from_rollouts_, agent, learned, batch, args)
+    if args.compile:  # perf[graph] perf[operator]
+        rows = state[: N // args.num_minibatches].to(device)
+        agent.recurrence = as_operator(agent.step, T, agent.state_gates, rows)
+        update = torch.compile(update, fullgraph=True)
 
     def update_epoch(permutation: Tensor) -> Tensor:  # perf[capture] all updates of an epoch in one graph
         for idx in permutation.split(N // args.num_minibatches):
             losses = update(idx)
         return losses
 
-    if args.compile:  # perf[graph] perf[operator]; update_epoch() calls the compiled update from here on
-        rows = state[: N // args.num_minibatches].to(device)
-        agent.recurrence = as_operator(agent.step, T, agent.state_gates, rows)
-        update = torch.compile(update, fullgraph=True)
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         update_epoch = CudaGraphModule(update_epoch, warmup=3)
 
-    global_step = first_iteration * batch_size
-    progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
-    last_returns = deque(saved.get("last_returns", []), maxlen=100)
-    clock = time.perf_counter(), global_step  # of the last report
-    interval = args.checkpoint_interval or math.inf
     for iteration in range(first_iteration, num_iterations):
         noise = -torch.empty(T, N, num_actions, device=device).exponential_().log().cpu()  # Gumbel noise
         first_state = state
@@ -453,8 +446,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             # step and store
             valid = ~(terminated | truncated)  # an env whose episode has ended only resets
             global_step += N
-            env_action = first_action + action
-            for return_, length in step_envs(envs, env_action, obs, reward, terminated, truncated, totals):
+            for return_, length in step_envs(envs, first_action + action, obs, reward, terminated, truncated, totals):
                 writer.add_scalar("charts/episodic_return", return_, global_step)
                 writer.add_scalar("charts/episodic_length", length, global_step)
                 last_returns.append(return_)
@@ -471,16 +463,15 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         rollout |= {"advantage": advantage, "return": advantage + value[:T], "valid": valid_buffer}
         for name, x in rollout.items():  # perf[capture] a graph reads fixed addresses: those of the first rollout
             batch.setdefault(name, torch.empty(x.shape, dtype=x.dtype, device=device)).copy_(x)
-        remaining = 1 - iteration / num_iterations if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * remaining
-        lr.fill_(learning_rate)  # perf[tensor]
+        learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
+        learned["lr"].fill_(learning_rate)  # perf[tensor]
         for _ in range(args.update_epochs):
             losses = dict(zip(PPO_LOSSES, update_epoch(torch.randperm(N, device=device))))
         host_agent.load_state_dict(agent.state_dict())  # perf[host]
 
         # report and save
         losses["explained_variance"] = explained_variance(batch)
-        metrics = report(losses, parameters.values(), last_returns, global_step, clock, writer, progress)
+        metrics = report(losses, agent.parameters(), last_returns, global_step, clock, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         is_due = global_step // interval > clock[1] // interval
         clock = time.perf_counter(), global_step

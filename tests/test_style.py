@@ -14,16 +14,15 @@ DIVIDER = (
 
 
 OVER = {  # scripts that are still too long: no more lines than these
-    "dqn_lru": 491,
-    "ppo_lru": 515,
-    "ppo_rnn": 518,
+    "ppo_lru": 511,
+    "ppo_rnn": 514,
     "a2c_device_env": 523,
     "ppo_continuous_action": 539,
     "ppo_device_env": 556,
-    "ppo_lru_torchcompile": 604,
+    "ppo_lru_torchcompile": 603,
     "ppo_continuous_action_torchcompile": 607,
     "ppo_device_env_torchcompile": 612,
-    "ppo_rnn_torchcompile": 644,
+    "ppo_rnn_torchcompile": 635,
     "ppo_atari_ray_torchcompile": 777,
     "ppo_continuous_action_ray_torchcompile": 806,
 }
