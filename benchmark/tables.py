@@ -171,6 +171,7 @@ def ablation() -> str:
 
 NO_GAIN = {  # of tricks that no ablation takes out; of others: the script does not work without them
     "capture": "not measured yet, since it is for a GPU",
+    "flat": "not measured yet, since it is for a GPU",
     "overlap": "not measured yet, since it is for a GPU",
     "pinned": "not measured yet, since it is for a GPU",
     "operator": "not measured apart; with perf[graph], that of `compile` over `eager` in benchmark.md",

@@ -280,7 +280,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 kept |= {"q_network": q_network.state_dict(), "target_network": target_network.state_dict()}
                 kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
                 save_checkpoint(run_dir, args, kept)
-                obs[:] = start_anew(args.seed, step + 1, envs)
+                obs[:] = start_anew(args.seed, step + 1, envs)  # the policy acts on it, too, when a run resumes
                 truncated[:] = True  # the next step resets every env
                 rng = np.random.default_rng([args.seed, step + 1])
                 first_drawn = step + 1
@@ -376,7 +376,7 @@ def load_checkpoint(args: Args) -> dict:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
             return saved
         except Exception as error:  # a damaged file may lead to any
-            message = f"cannot resume from {path}: {error!s:.300}"
+            message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"
         if args.resume != "auto":
             fail(message)
         print(f"warning: {message}", file=sys.stderr)

@@ -267,8 +267,8 @@ def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: f
 
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Both moments of each parameter, and the number of steps, which is counted on the device."""
-    exp_avgs, exp_avg_sqs = ([torch.zeros_like(param) for param in params] for _ in range(2))
-    return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
+    exp_avgs = [torch.zeros_like(param) for param in params]
+    return exp_avgs, [x.clone() for x in exp_avgs], torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
 def learn_from_slices_(slices, memory, state: dict, q_network, target_network, obs_dim: int, args: Args) -> dict:
@@ -405,7 +405,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 save_checkpoint(run_dir, args, kept)
                 row.zero_()
                 memory.zero_()
-                obs[:] = start_anew(args.seed, step + 1, envs)
+                obs[:] = start_anew(args.seed, step + 1, envs)  # the policy acts on it, too, when a run resumes
                 truncated[:] = True  # the next step resets every env
                 rng = np.random.default_rng([args.seed, step + 1])
             if signals:
@@ -501,7 +501,7 @@ def load_checkpoint(args: Args) -> dict:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
             return saved
         except Exception as error:  # a damaged file may lead to any
-            message = f"cannot resume from {path}: {error!s:.300}"
+            message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"
         if args.resume != "auto":
             fail(message)
         print(f"warning: {message}", file=sys.stderr)

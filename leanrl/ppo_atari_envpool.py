@@ -412,7 +412,7 @@ def load_checkpoint(args: Args) -> dict:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
             return saved
         except Exception as error:  # a damaged file may lead to any
-            message = f"cannot resume from {path}: {error!s:.300}"
+            message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"
         if args.resume != "auto":
             fail(message)
         print(f"warning: {message}", file=sys.stderr)

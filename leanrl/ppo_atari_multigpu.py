@@ -314,9 +314,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     envs = make_envs(args.env_id, seed_all(args.seed, 0, envs_of_rank))
     num_actions = int(envs.action_space.n)
     run_dir, writer, device = start_rank(args, saved)
-    if args.cudagraphs and device.type == "cpu":
+    if args.cudagraphs and device.type == "cpu" and rank == 0:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
-        args.cudagraphs = False
+    args.cudagraphs = args.cudagraphs and device.type == "cuda"
     args.ddp = args.ddp and not args.cudagraphs  # a graph cannot contain DDP's reductions
     obs, _ = envs.reset()
     agent = AtariAgent(num_actions).to(device, memory_format=torch.channels_last)  # faster convolutions
@@ -519,7 +519,7 @@ def load_checkpoint(args: Args) -> dict:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
             return saved
         except Exception as error:  # a damaged file may lead to any
-            message = f"cannot resume from {path}: {error!s:.300}"
+            message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"
         if args.resume != "auto":
             fail(message)
         print(f"warning: {message}", file=sys.stderr)

@@ -41,8 +41,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
-START_SECONDS = 5  # that a worker may take to start, times their number if they share a core
-MOST_FAILURES = 5  # how often in a row a worker may be lost, or not start
 Call = namedtuple("Call", "worker result version since")  # a rollout that was asked for; of a policy, at a time
 
 
@@ -73,9 +71,9 @@ class Args:
     max_grad_norm: float = 0.5  # scale larger gradients down to this norm
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
-    ray_address: str | None = None  # cluster to join: auto, or the head's host:port; default: only this machine
+    ray_address: str | None = None  # cluster to join: auto, or host:port of its head; default: none
     worker_threads: int = 1  # threads of each worker, for its envs and its policy
-    worker_timeout: float = 300.0  # seconds for a rollout; a worker is replaced if lag + 1 of them take longer
+    worker_timeout: float = 300.0  # seconds for a rollout; a worker is replaced if lag + 1 take longer
     lag: int = 1  # updates between the policy that plays and the one that learns; 0: the workers wait
     first_come: bool = False  # learn from whichever rollouts are ready, in no fixed order, as IMPALA does
     max_lag: int = 8  # drop a rollout whose policy is more updates old than this, with --first-come
@@ -307,19 +305,20 @@ class Players:
 
 
 class Workers:
-    """Processes on this machine or a cluster that step E envs each, and are replaced by new ones if they are lost."""
+    """Processes, here or on a cluster, that step E envs each; one that is lost is replaced."""
 
     def __init__(self, args: Args, simulators: type, seconds: float, bytes_needed: int):
         self.args = args
         self.seconds = seconds  # that an answer may take
         self.lost = 0  # workers so far
         self.failures = Counter()  # of each worker in a row
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # under `uv run`, workers would get other packages
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # or `uv run` changes workers' packages
         settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        if args.ray_address is None:  # Ray reads the first when it is imported, its workers the second when they start
+        if args.ray_address is None:
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
-            os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
-            settings |= {"num_cpus": max(args.num_workers, os.cpu_count()), "object_store_memory": bytes_needed + 10**8}
+            os.environ.setdefault("RAY_worker_niceness", "0")  # or other programs go before workers
+            settings["num_cpus"] = max(args.num_workers, os.cpu_count())
+            settings["object_store_memory"] = bytes_needed + 10**8
         handler = signal.getsignal(signal.SIGTERM)
         try:
             import ray
@@ -337,21 +336,17 @@ class Workers:
         except Exception as error:
             fail(f"cannot start or join Ray on {args.ray_address or 'this machine'}: {error!s:.300}")
         signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place
-        here = ray.get_runtime_context().get_node_id()
-        [store] = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
         cpus = ray.cluster_resources().get("CPU", 0)
         if cpus < args.num_workers:
             fail(f"--num-workers {args.num_workers} needs as many CPUs; the cluster has {cpus:.0f}.")
-        if store < bytes_needed:
-            fail(f"the rollouts need {bytes_needed:,} bytes in Ray's object store here, which has {store:,.0f}.")
-        ray.cloudpickle.register_pickle_by_value(sys.modules[simulators.__module__])  # if others import this file
+        ray.cloudpickle.register_pickle_by_value(sys.modules[simulators.__module__])  # also if imported
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_task_retries": 0}
         self.make_actor = partial(ray.remote(**options)(simulators).remote, args)
         self.actors = [self.make_actor() for _ in range(args.num_workers)]
         self.ray = ray
 
     def collect(self, refs: dict, seconds: float) -> dict:
-        """The answers to calls, by worker; of one that has died or does not answer in time, the error instead."""
+        """The answers to calls, by worker, or the error if it has died or does not answer in time."""
         _, late = self.ray.wait(list(refs.values()), num_returns=len(refs), timeout=max(seconds, 1))
         answers = {}
         for w, ref in refs.items():
@@ -364,25 +359,24 @@ class Workers:
         return answers
 
     def reset(self, numbers, step: int) -> list:
-        """Resets the envs of these workers, with seeds that follow from `step`; they may take their time to start."""
-        E = self.args.envs_per_worker
-        patience = self.seconds + START_SECONDS * (10 + len(self.actors))
-        answers = self.collect({w: self.actors[w].reset.remote(step, w * E) for w in numbers}, patience)
+        """Resets the envs of these workers, which may be starting, with seeds that follow from `step`."""
+        calls = {w: self.actors[w].reset.remote(step, w * self.args.envs_per_worker) for w in numbers}
+        answers = self.collect(calls, self.seconds + 5 * (10 + len(self.actors)))  # 5 to start each, on one core
         for w, error in answers.items():
             if isinstance(error, Exception):
                 answers[w] = self.replace(w, error, step)
         return list(answers.values())
 
     def replace(self, w: int, error: Exception, step: int):
-        """Resets a new worker, in place of one that was lost; ends the run if they are lost again and again."""
+        """Resets a new worker, in place of one that was lost; ends the run if that happens again and again."""
         self.lost += 1
         self.failures[w] += 1
         reason = " ".join(str(error).split())[-300:]
         if isinstance(error, TimeoutError):  # it hangs, or its machine is gone, and the result with it
             reason = "no answer in time; see --worker-timeout"
-        if self.failures[w] > MOST_FAILURES:
-            cpus = self.ray.available_resources().get("CPU", 0)
-            sys.exit(f"error: worker {w} is lost again and again; {cpus:.0f} CPUs of the cluster are free: {reason}")
+        if self.failures[w] > 5:
+            free = f"{self.ray.available_resources().get('CPU', 0):.0f} CPUs of the cluster are free"
+            sys.exit(f"error: worker {w} is lost again and again; {free}: {reason}")
         tqdm.write(f"warning: worker {w} was lost: {reason}", sys.stderr)
         self.ray.kill(self.actors[w])
         self.actors[w] = self.make_actor()
@@ -428,8 +422,7 @@ class Requests:
             if isinstance(rollout, Exception):
                 self.workers.replace(call.worker, rollout, global_step)
                 # ask again, also for what the worker was to do afterwards, in the same places
-                calls = [self.ask([c.worker])[0] if c.worker == call.worker else c for c in self.pending]
-                self.pending = calls
+                self.pending = [self.ask([c.worker])[0] if c.worker == call.worker else c for c in self.pending]
                 continue
             self.workers.failures[call.worker] = 0
             self.pending.remove(call)
@@ -536,8 +529,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         metrics = report(losses, agent.parameters(), last_returns, global_step, clock, writer, progress)
         lags = [iteration - call.version for call, _ in received]
         counts = {"lag_mean": float(np.mean(lags)), "lag_max": max(lags), "lost_workers": workers.lost}
-        counts["dropped_rollouts"] = requests.dropped
-        counts["share_waited"] = seconds_waited / (time.perf_counter() - clock[0])
+        share_waited = seconds_waited / (time.perf_counter() - clock[0])
+        counts |= {"dropped_rollouts": requests.dropped, "share_waited": share_waited}
         metrics |= counts
         for name, count in (counts | {"learning_rate": learning_rate}).items():
             writer.add_scalar(f"charts/{name}", count, global_step)
@@ -637,7 +630,7 @@ def load_checkpoint(args: Args) -> dict:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
             return saved
         except Exception as error:  # a damaged file may lead to any
-            message = f"cannot resume from {path}: {error!s:.300}"
+            message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"
         if args.resume != "auto":
             fail(message)
         print(f"warning: {message}", file=sys.stderr)

@@ -28,6 +28,7 @@ import socket
 import sys
 import time
 from collections import Counter, deque, namedtuple
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
@@ -44,8 +45,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
-START_SECONDS = 5  # that a worker may take to start, times their number if they share a core
-MOST_FAILURES = 5  # how often in a row a worker may be lost, or not start
 Call = namedtuple("Call", "worker result version since")  # a rollout that was asked for; of a policy, at a time
 
 
@@ -76,9 +75,9 @@ class Args:
     max_grad_norm: float = 0.5  # scale larger gradients down to this norm
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
-    ray_address: str | None = None  # cluster to join: auto, or the head's host:port; default: only this machine
+    ray_address: str | None = None  # cluster to join: auto, or host:port of its head; default: none
     worker_threads: int = 1  # threads of each worker, for its envs and its policy
-    worker_timeout: float = 300.0  # seconds for a rollout; a worker is replaced if lag + 1 of them take longer
+    worker_timeout: float = 300.0  # seconds for a rollout; a worker is replaced if lag + 1 take longer
     lag: int = 1  # updates between the policy that plays and the one that learns; 0: the workers wait
     first_come: bool = False  # learn from whichever rollouts are ready, in no fixed order, as IMPALA does
     max_lag: int = 8  # drop a rollout whose policy is more updates old than this, with --first-come
@@ -184,8 +183,8 @@ def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: f
 
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Both moments of each parameter, and the number of steps, which is counted on the device."""
-    exp_avgs, exp_avg_sqs = ([torch.zeros_like(param) for param in params] for _ in range(2))
-    return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
+    exp_avgs = [torch.zeros_like(param) for param in params]
+    return exp_avgs, [x.clone() for x in exp_avgs], torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
 def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,8 +194,7 @@ def categorical_logprob_entropy(action: Tensor, logits: Tensor) -> tuple[Tensor,
     return logprob, -(logprobs.exp() * logprobs).sum(-1)
 
 
-# perf[scan] log2(T) steps of whole tensors, where a loop over time takes T steps of single rows
-def vtrace_scan(ratio: Tensor, reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, args: Args):
+def vtrace(ratio: Tensor, reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, args: Args):
     """V-trace (Espeholt et al. 2018, eq. 1): targets of the value and advantages; all are (T, N), value is (T + 1, N).
 
     The ratio is that of the learner's policy to the one that played. Where it is 1, the advantage is that of GAE.
@@ -205,12 +203,10 @@ def vtrace_scan(ratio: Tensor, reward: Tensor, value: Tensor, terminated: Tensor
     c = args.gae_lambda * ratio.clamp(max=args.c_clip)
     delta = rho * (reward + args.gamma * (1 - terminated) * value[1:] - value[:-1])
     decay = args.gamma * (1 - done) * c
-    error = torch.cat([delta, torch.zeros_like(delta[:1])])  # target - value
-    span = 1  # perf[scan] error[t] sums the steps t .. t + span - 1, and decay[t] discounts what follows them
-    while span < len(delta):
-        error[: -span - 1] = error[: -span - 1] + decay[:-span] * error[span:-1]
-        decay[:-span] = decay[:-span] * decay[span:]
-        span *= 2
+    error = [torch.zeros_like(delta[0])]  # target - value, from the end
+    for delta_t, decay_t in zip(reversed(delta.unbind()), reversed(decay.unbind())):
+        error.append(delta_t + decay_t * error[-1])
+    error = torch.stack(error[::-1])
     following = args.gae_lambda * (1 - done) * error[1:]
     advantage = rho * (reward + args.gamma * ((1 - terminated) * value[1:] + following) - value[:-1])
     return value[:-1] + error[:-1], advantage
@@ -291,7 +287,7 @@ def evaluate_rollout(agent: AtariAgent, obs: Tensor, action: Tensor, rows: int) 
     return logprob, value
 
 
-class FramePlayers:  # perf[frames] perf[vector]
+class Players:
     """The E envs of a worker: as an actor of Ray a process of its own, on any machine of the cluster."""
 
     def __init__(self, args: Args):
@@ -299,7 +295,6 @@ class FramePlayers:  # perf[frames] perf[vector]
         torch.set_flush_denormal(True)  # as in the learner
         self.args = args
         self.envs = None
-        self.agent = None  # perf[vector] made by the first rollout
 
     def reset(self, step: int, offset: int):
         """Makes the envs anew, with seeds that follow from the step; `offset` envs of other workers come first."""
@@ -314,64 +309,45 @@ class FramePlayers:  # perf[frames] perf[vector]
         self.done = np.zeros(len(seeds), bool)
         self.scores = np.zeros(len(seeds))
 
-    def rollout(self, vector: np.ndarray, noise: np.ndarray) -> dict:
+    def rollout(self, agent: AtariAgent, noise: np.ndarray) -> dict:
         """T steps of all envs, with Gumbel noise (T, E, A): arrays (T, E, ..), and games (step, return, length)."""
-        T, E, num_actions = noise.shape
+        T, E, _ = noise.shape
         noise = torch.tensor(noise)
-        if self.agent is None:  # perf[vector] the parameters come as one vector
-            self.agent = AtariAgent(num_actions).requires_grad_(False).to(memory_format=torch.channels_last)
-        sizes = [p.numel() for p in self.agent.parameters()]
-        for p, part in zip(self.agent.parameters(), torch.tensor(vector).split(sizes)):
-            p.copy_(part.view_as(p))
-        first = self.obs
-        frame = np.zeros((T, E, 84, 84), np.uint8)  # perf[frames] the newest of each observation but the first
-        stacks = []  # perf[frames] (step, env, observation) of those that are not the one before with a newer frame
+        obs = np.zeros((T + 1, *self.obs.shape), np.uint8)
         action = np.zeros((T, E), np.int64)
         logprob = np.zeros((T, E), np.float32)
         value = np.zeros((T + 1, E), np.float32)
         outcome = np.zeros((T, E, 4), np.float32)  # reward, terminated, done, valid
         games = []
         for t in range(T):
-            before = self.obs
-            action[t], logprob[t], value[t] = act_on_frames(self.agent, torch.as_tensor(self.obs), noise[t])
+            obs[t] = self.obs
+            action[t], logprob[t], value[t] = act_on_frames(agent, torch.as_tensor(self.obs), noise[t])
             valid = ~self.done  # an env whose episode has ended only resets
             self.obs, reward, terminated, truncated, info = self.envs.step(action[t])
             games += [(t, float(game["r"]), int(game["l"])) for game in games_that_end(info, truncated, self.scores)]
             self.done = terminated | truncated
             outcome[t] = np.stack([reward, terminated, self.done, valid], -1)
-            frame[t] = self.obs[:, 3]  # perf[frames]
-            began_anew = (self.obs[:, :3] != before[:, 1:]).any((1, 2, 3))
-            stacks += [(t, i, self.obs[i]) for i in np.flatnonzero(began_anew)]
-        _, _, value[T] = act_on_frames(self.agent, torch.as_tensor(self.obs), noise[0])
-        stored = {"frame": frame, "action": action, "logprob": logprob, "value": value, "outcome": outcome}
-        return stored | {"games": games, "first": first, "stacks": stacks}
-
-
-# perf[frames] a quarter of the bytes crosses the network; the learner restores the rest
-def restore_stacks(obs: Tensor, first: Tensor, frame: Tensor, stacks: list):
-    """Fills obs (T + 1, N, 4, 84, 84) from the first one, the newest frames (T, N, 84, 84), and what began anew."""
-    obs[0] = first
-    for t in range(len(frame)):
-        obs[t + 1, :, :3] = obs[t, :, 1:]
-        obs[t + 1, :, 3] = frame[t]
-        for _, i, stack in (began for began in stacks if began[0] == t):
-            obs[t + 1, i] = torch.tensor(stack)
+        obs[T] = self.obs
+        _, _, value[T] = act_on_frames(agent, torch.as_tensor(self.obs), noise[0])
+        stored = {"obs": obs, "action": action, "logprob": logprob, "value": value, "outcome": outcome}
+        return stored | {"games": games}
 
 
 class Workers:
-    """Processes on this machine or a cluster that step E envs each, and are replaced by new ones if they are lost."""
+    """Processes, here or on a cluster, that step E envs each; one that is lost is replaced."""
 
     def __init__(self, args: Args, simulators: type, seconds: float, bytes_needed: int):
         self.args = args
         self.seconds = seconds  # that an answer may take
         self.lost = 0  # workers so far
         self.failures = Counter()  # of each worker in a row
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # under `uv run`, workers would get other packages
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # or `uv run` changes workers' packages
         settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        if args.ray_address is None:  # Ray reads the first when it is imported, its workers the second when they start
+        if args.ray_address is None:
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
-            os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
-            settings |= {"num_cpus": max(args.num_workers, os.cpu_count()), "object_store_memory": bytes_needed + 10**8}
+            os.environ.setdefault("RAY_worker_niceness", "0")  # or other programs go before workers
+            settings["num_cpus"] = max(args.num_workers, os.cpu_count())
+            settings["object_store_memory"] = bytes_needed + 10**8
         handler = signal.getsignal(signal.SIGTERM)
         try:
             import ray
@@ -389,21 +365,17 @@ class Workers:
         except Exception as error:
             fail(f"cannot start or join Ray on {args.ray_address or 'this machine'}: {error!s:.300}")
         signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place
-        here = ray.get_runtime_context().get_node_id()
-        [store] = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
         cpus = ray.cluster_resources().get("CPU", 0)
         if cpus < args.num_workers:
             fail(f"--num-workers {args.num_workers} needs as many CPUs; the cluster has {cpus:.0f}.")
-        if store < bytes_needed:
-            fail(f"the rollouts need {bytes_needed:,} bytes in Ray's object store here, which has {store:,.0f}.")
-        ray.cloudpickle.register_pickle_by_value(sys.modules[simulators.__module__])  # if others import this file
+        ray.cloudpickle.register_pickle_by_value(sys.modules[simulators.__module__])  # also if imported
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_task_retries": 0}
         self.make_actor = partial(ray.remote(**options)(simulators).remote, args)
         self.actors = [self.make_actor() for _ in range(args.num_workers)]
         self.ray = ray
 
     def collect(self, refs: dict, seconds: float) -> dict:
-        """The answers to calls, by worker; of one that has died or does not answer in time, the error instead."""
+        """The answers to calls, by worker, or the error if it has died or does not answer in time."""
         _, late = self.ray.wait(list(refs.values()), num_returns=len(refs), timeout=max(seconds, 1))
         answers = {}
         for w, ref in refs.items():
@@ -416,25 +388,24 @@ class Workers:
         return answers
 
     def reset(self, numbers, step: int) -> list:
-        """Resets the envs of these workers, with seeds that follow from `step`; they may take their time to start."""
-        E = self.args.envs_per_worker
-        patience = self.seconds + START_SECONDS * (10 + len(self.actors))
-        answers = self.collect({w: self.actors[w].reset.remote(step, w * E) for w in numbers}, patience)
+        """Resets the envs of these workers, which may be starting, with seeds that follow from `step`."""
+        calls = {w: self.actors[w].reset.remote(step, w * self.args.envs_per_worker) for w in numbers}
+        answers = self.collect(calls, self.seconds + 5 * (10 + len(self.actors)))  # 5 to start each, on one core
         for w, error in answers.items():
             if isinstance(error, Exception):
                 answers[w] = self.replace(w, error, step)
         return list(answers.values())
 
     def replace(self, w: int, error: Exception, step: int):
-        """Resets a new worker, in place of one that was lost; ends the run if they are lost again and again."""
+        """Resets a new worker, in place of one that was lost; ends the run if that happens again and again."""
         self.lost += 1
         self.failures[w] += 1
         reason = " ".join(str(error).split())[-300:]
         if isinstance(error, TimeoutError):  # it hangs, or its machine is gone, and the result with it
             reason = "no answer in time; see --worker-timeout"
-        if self.failures[w] > MOST_FAILURES:
-            cpus = self.ray.available_resources().get("CPU", 0)
-            sys.exit(f"error: worker {w} is lost again and again; {cpus:.0f} CPUs of the cluster are free: {reason}")
+        if self.failures[w] > 5:
+            free = f"{self.ray.available_resources().get('CPU', 0):.0f} CPUs of the cluster are free"
+            sys.exit(f"error: worker {w} is lost again and again; {free}: {reason}")
         tqdm.write(f"warning: worker {w} was lost: {reason}", sys.stderr)
         self.ray.kill(self.actors[w])
         self.actors[w] = self.make_actor()
@@ -480,8 +451,7 @@ class Requests:
             if isinstance(rollout, Exception):
                 self.workers.replace(call.worker, rollout, global_step)
                 # ask again, also for what the worker was to do afterwards, in the same places
-                calls = [self.ask([c.worker])[0] if c.worker == call.worker else c for c in self.pending]
-                self.pending = calls
+                self.pending = [self.ask([c.worker])[0] if c.worker == call.worker else c for c in self.pending]
                 continue
             self.workers.failures[call.worker] = 0
             self.pending.remove(call)
@@ -517,7 +487,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     num_actions = int(envs.action_space.n)
     bytes_of_rollout = (T + 1) * N * math.prod(envs.reset()[0].shape)
     envs.close()
-    workers = Workers(args, FramePlayers, args.worker_timeout * (args.lag + 2), (args.lag + 2) * bytes_of_rollout)
+    workers = Workers(args, Players, args.worker_timeout * (args.lag + 2), (args.lag + 2) * bytes_of_rollout)
     requests = Requests(workers, num_actions)
     run_dir, writer, device = start_run(args, saved)
     if args.cudagraphs and device.type != "cuda":  # perf[capture]
@@ -528,10 +498,9 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     params = dict(agent.requires_grad_(False).named_parameters())
     # perf[graph] the state of a run is tensors alone; perf[tensor] a number would keep the value it was compiled with
     state = {"agent": params, "adam": adam_state(params.values()), "lr": torch.zeros((), device=device)}
-    batch = {}  # of tensors that stay where they are
     # perf[channels] the bytes of a pixel lie together, as the convolutions read them
-    obs = torch.zeros((T + 1) * N, 4, 84, 84, dtype=torch.uint8, device=device)
-    obs = obs.to(memory_format=torch.channels_last).unflatten(0, (T + 1, N))
+    obs = torch.zeros(batch_size, 4, 84, 84, dtype=torch.uint8, device=device)
+    batch = {"obs": obs.to(memory_format=torch.channels_last)}  # perf[capture] the first rollout adds the rest
     global_step = first_iteration * batch_size
     progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
@@ -559,8 +528,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     for iteration in range(first_iteration, num_iterations):
         # ask and receive
         began = time.perf_counter()
-        vector = torch.cat([p.reshape(-1) for p in params.values()]).cpu().numpy()  # perf[vector]
-        requests.policy = workers.ray.put(vector)  # sent once to each machine
+        requests.policy = workers.ray.put(deepcopy(agent).cpu())  # sent once to each machine
         requests.version = iteration
         if starts_anew:
             seed_all(args.seed, iteration, range(N))
@@ -580,21 +548,16 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         global_step += batch_size
 
         # learn
-        names = ("frame", "action", "logprob", "value", "outcome")
+        names = ("obs", "action", "logprob", "value", "outcome")
         stored = [np.concatenate([rollout[name] for rollout in rollouts], axis=1) for name in names]
-        frame, action, logprob_played, value, outcome = (torch.as_tensor(x, device=device) for x in stored)
-        # perf[frames]
-        first = torch.as_tensor(np.concatenate([rollout["first"] for rollout in rollouts]), device=device)
-        E = args.envs_per_worker
-        stacks = [(t, k * E + i, stack) for k, rollout in enumerate(rollouts) for t, i, stack in rollout["stacks"]]
-        restore_stacks(obs, first, frame, stacks)
+        obs, action, logprob_played, value, outcome = (torch.as_tensor(x, device=device) for x in stored)
         reward_buffer, terminated_buffer, done_buffer, valid_buffer = outcome.unbind(-1)
         logprob = logprob_played
         if args.lag > 0:  # an older policy played
             logprob, value = evaluate_rollout(agent, obs, action, minibatch_size)
         log_ratio = logprob - logprob_played
         ratio = log_ratio.exp()
-        target, advantage = vtrace_scan(ratio, reward_buffer, value, terminated_buffer, done_buffer, args)
+        target, advantage = vtrace(ratio, reward_buffer, value, terminated_buffer, done_buffer, args)
         rollout = {"obs": obs[:T], "action": action, "logprob": logprob, "value": value[:T]}
         rollout |= {"advantage": advantage, "return": target, "valid": valid_buffer}
         for name, x in rollout.items():  # perf[capture] a graph reads fixed addresses: those of the first rollout
@@ -615,8 +578,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         metrics = report(losses, agent.parameters(), last_returns, global_step, clock, writer, progress)
         lags = [iteration - call.version for call, _ in received]
         counts = {"lag_mean": float(np.mean(lags)), "lag_max": max(lags), "lost_workers": workers.lost}
-        counts["dropped_rollouts"] = requests.dropped
-        counts["share_waited"] = seconds_waited / (time.perf_counter() - clock[0])
+        share_waited = seconds_waited / (time.perf_counter() - clock[0])
+        counts |= {"dropped_rollouts": requests.dropped, "share_waited": share_waited}
         metrics |= counts
         for name, count in (counts | {"learning_rate": learning_rate}).items():
             writer.add_scalar(f"charts/{name}", count, global_step)
@@ -716,7 +679,7 @@ def load_checkpoint(args: Args) -> dict:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
             return saved
         except Exception as error:  # a damaged file may lead to any
-            message = f"cannot resume from {path}: {error!s:.300}"
+            message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"
         if args.resume != "auto":
             fail(message)
         print(f"warning: {message}", file=sys.stderr)

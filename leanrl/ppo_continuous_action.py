@@ -128,42 +128,29 @@ def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     return (high + low) / 2, (high - low) / 2
 
 
-class RunningMeanStd:
-    """Running mean and standard deviation of rows, in float64 (Welford 1962, for several rows at a time)."""
-
-    def __init__(self, *shape: int):
-        self.count = 0
-        self.mean = np.zeros(shape)
-        self.std = np.ones(shape)
-        self.squares = np.zeros(shape)  # sum of squared deviations from the mean
-
-    def update(self, x: np.ndarray):  # (rows, *shape)
-        if len(x) == 0:  # all envs only reset
-            return
-        deviation = x - self.mean
-        self.count += len(x)
-        self.mean += np.add.reduce(deviation) / self.count
-        self.squares += np.add.reduce(deviation * (x - self.mean))
-        self.std = np.sqrt(self.squares / self.count + 1e-8)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in vars(self).items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]):
-        vars(self).update({name: value.numpy() for name, value in state.items()})
+def update_stats(stats: np.ndarray, x: np.ndarray):
+    """Adds rows x (n, O) to statistics (4, O): their count, mean, squared deviations and std (Welford 1962)."""
+    count, mean, squares, std = stats  # in float64
+    count += len(x)
+    deviation = x - mean
+    mean += np.add.reduce(deviation) / count
+    squares += np.add.reduce(deviation * (x - mean))
+    std[:] = np.sqrt(squares / count + 1e-8)
 
 
-def normalize_obs(stats: RunningMeanStd, obs: np.ndarray) -> np.ndarray:
+def normalize_obs(stats: np.ndarray, obs: np.ndarray) -> np.ndarray:
     """Adds observations (N, O) to the statistics and scales them, as Gymnasium's NormalizeObservation; clips at 10."""
-    stats.update(obs)
-    return ((obs - stats.mean) / stats.std).clip(-10, 10)
+    update_stats(stats, obs)
+    _, mean, _, std = stats
+    return ((obs - mean) / std).clip(-10, 10)
 
 
-def normalize_reward(stats: RunningMeanStd, returns, reward, terminated, valid, gamma: float) -> np.ndarray:
+def normalize_reward(stats: np.ndarray, returns, reward, terminated, valid, gamma: float) -> np.ndarray:
     """Scales rewards (N,) by the std of their discounted sum, as Gymnasium's NormalizeReward; clips at 10."""
     np.copyto(returns, returns * gamma * (1 - terminated) + reward, where=valid)
-    stats.update(returns[valid])
-    return (reward / stats.std).clip(-10, 10)
+    if valid.any():
+        update_stats(stats, returns[valid, None])
+    return (reward / stats[3]).clip(-10, 10)
 
 
 def mlp(in_dim: int, out_dim: int, out_gain: float) -> nn.Sequential:
@@ -191,12 +178,12 @@ class Agent(nn.Module):
 class NormalizedActor(nn.Module):
     """The policy without noise, as it is exported: it normalizes observations and scales actions itself."""
 
-    def __init__(self, agent: Agent, stats: RunningMeanStd, space: gym.spaces.Box):
+    def __init__(self, agent: Agent, stats: np.ndarray, space: gym.spaces.Box):
         super().__init__()
         self.actor_mean = agent.actor_mean
         center, scale = action_scale(space)
         buffers = {"center": center, "scale": scale, "low": space.low, "high": space.high}
-        buffers |= {"mean": stats.mean, "std": stats.std}  # in float64, for large numbers that differ by little
+        buffers |= {"mean": stats[1], "std": stats[3]}  # in float64, for large numbers that differ by little
         for name, value in buffers.items():
             self.register_buffer(name, torch.as_tensor(value.ravel()))
 
@@ -309,17 +296,18 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     terminated = np.zeros(N, bool)
     truncated = np.full(N, first_iteration > 0)  # a resumed run begins with a reset, as the run did that was saved
     totals = np.zeros((2, N))  # return and length of the open episodes
-    obs_stats = RunningMeanStd(obs_dim)
-    return_stats = RunningMeanStd()
+    obs_stats = np.zeros((4, obs_dim))
+    return_stats = np.zeros((4, 1))
+    normalizer = [torch.from_numpy(x) for x in (obs_stats, return_stats, discounted_return)]  # for checkpoints
     agent = Agent(obs_dim, action_dim).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    learners = {"agent": agent, "optimizer": optimizer, "obs_stats": obs_stats, "return_stats": return_stats}
     raw_obs = np.array(start_anew(args.seed, first_iteration, envs), np.float64)
     obs = torch.as_tensor(normalize_obs(obs_stats, raw_obs), dtype=torch.float32, device=device)
     if saved:
-        for name, learner in learners.items():
-            learner.load_state_dict(saved[name])
-        discounted_return[:] = saved["discounted_return"].numpy()
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
+        for tensor, saved_tensor in zip(normalizer, saved["normalizer"]):
+            tensor.copy_(saved_tensor)
 
     obs_buffer = torch.zeros(T, N, obs_dim, device=device)
     action_buffer = torch.zeros(T, N, action_dim, device=device)
@@ -381,8 +369,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         clock = time.perf_counter(), global_step
         if is_due or signals:
             kept = {"iteration": iteration + 1, "last_returns": list(last_returns)}
-            kept["discounted_return"] = torch.as_tensor(discounted_return)
-            kept |= {name: learner.state_dict() for name, learner in learners.items()}
+            kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "normalizer": normalizer}
             save_checkpoint(run_dir, args, kept)
             start_anew(args.seed, iteration + 1, envs)
             truncated[:] = True  # the next step resets every env
@@ -478,7 +465,7 @@ def load_checkpoint(args: Args) -> dict:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
             return saved
         except Exception as error:  # a damaged file may lead to any
-            message = f"cannot resume from {path}: {error!s:.300}"
+            message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"
         if args.resume != "auto":
             fail(message)
         print(f"warning: {message}", file=sys.stderr)

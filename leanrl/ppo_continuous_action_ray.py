@@ -9,10 +9,9 @@
 
 The algorithm is that of ppo_continuous_action.py; with one worker, on a CPU, to the bit.
 Fast twin: ppo_continuous_action_ray_torchcompile.py. `diff -u` the two files to see what makes it faster.
-Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N; O, A = sizes of obs and action.
-Differences from CleanRL's ppo_continuous_action.py, beside those that ppo_continuous_action.py lists:
-1. Workers that act know the observations of other workers, by which all are normalized, up to the last rollout.
-2. A worker that dies or hangs is replaced; what it was doing is done again, with new episodes.
+Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N; O, A = sizes of obs, action.
+A worker that acts normalizes by what all saw up to the last rollout, and by what it has seen since. A worker
+that dies or hangs is replaced; what it was doing is done again, with new episodes.
 """
 
 import json
@@ -42,8 +41,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
-START_SECONDS = 5  # that a worker may take to start, times their number if they share a core
-MOST_FAILURES = 5  # how often in a row a worker may be lost, or not start
 
 
 @dataclass
@@ -74,10 +71,10 @@ class Args:
     max_grad_norm: float = 0.5  # scale larger gradients down to this norm
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
-    ray_address: str | None = None  # cluster to join: auto, or the head's host:port; default: only this machine
-    act_on: Literal["worker", "learner"] = "worker"  # who acts; calls are per rollout, or per step of a worker's envs
-    env_groups: int = 1  # groups of each worker's envs; with 2, one steps while the learner acts for the other
-    worker_timeout: float = 300.0  # a worker is replaced if a call, maybe a rollout, takes more seconds than this
+    ray_address: str | None = None  # cluster to join: auto, or host:port of its head; default: none
+    act_on: Literal["worker", "learner"] = "worker"  # who acts; calls are rollouts, or single steps
+    env_groups: int = 1  # groups of a worker's envs; with 2, one steps while the learner acts
+    worker_timeout: float = 300.0  # seconds for a call, maybe a rollout; then a worker is replaced
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
@@ -121,7 +118,7 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def seed_process(numbers: list[int], offset: int = 0) -> int:
-    """Seeds what this process draws from by seed, step and number of envs, whose seeds count on from the result."""
+    """Seeds this process by seed, step and number of envs; their seeds count on from what is returned."""
     first = int(np.random.SeedSequence(numbers).generate_state(1)[0]) + offset
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first % 2**32)  # noqa: NPY002
@@ -137,42 +134,29 @@ def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     return (high + low) / 2, (high - low) / 2
 
 
-class RunningMeanStd:
-    """Running mean and standard deviation of rows, in float64 (Welford 1962, for several rows at a time)."""
-
-    def __init__(self, *shape: int):
-        self.count = 0
-        self.mean = np.zeros(shape)
-        self.std = np.ones(shape)
-        self.squares = np.zeros(shape)  # sum of squared deviations from the mean
-
-    def update(self, x: np.ndarray):  # (rows, *shape)
-        if len(x) == 0:  # all envs only reset
-            return
-        deviation = x - self.mean
-        self.count += len(x)
-        self.mean += np.add.reduce(deviation) / self.count
-        self.squares += np.add.reduce(deviation * (x - self.mean))
-        self.std = np.sqrt(self.squares / self.count + 1e-8)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in vars(self).items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]):
-        vars(self).update({name: value.numpy() for name, value in state.items()})
+def update_stats(stats: np.ndarray, x: np.ndarray):
+    """Adds rows x (n, O) to statistics (4, O): their count, mean, squared deviations and std (Welford 1962)."""
+    count, mean, squares, std = stats  # in float64
+    count += len(x)
+    deviation = x - mean
+    mean += np.add.reduce(deviation) / count
+    squares += np.add.reduce(deviation * (x - mean))
+    std[:] = np.sqrt(squares / count + 1e-8)
 
 
-def normalize_obs(stats: RunningMeanStd, obs: np.ndarray) -> np.ndarray:
+def normalize_obs(stats: np.ndarray, obs: np.ndarray) -> np.ndarray:
     """Adds observations (N, O) to the statistics and scales them, as Gymnasium's NormalizeObservation; clips at 10."""
-    stats.update(obs)
-    return ((obs - stats.mean) / stats.std).clip(-10, 10)
+    update_stats(stats, obs)
+    _, mean, _, std = stats
+    return ((obs - mean) / std).clip(-10, 10)
 
 
-def normalize_reward(stats: RunningMeanStd, returns, reward, terminated, valid, gamma: float) -> np.ndarray:
+def normalize_reward(stats: np.ndarray, returns, reward, terminated, valid, gamma: float) -> np.ndarray:
     """Scales rewards (N,) by the std of their discounted sum, as Gymnasium's NormalizeReward; clips at 10."""
     np.copyto(returns, returns * gamma * (1 - terminated) + reward, where=valid)
-    stats.update(returns[valid])
-    return (reward / stats.std).clip(-10, 10)
+    if valid.any():
+        update_stats(stats, returns[valid, None])
+    return (reward / stats[3]).clip(-10, 10)
 
 
 def mlp(in_dim: int, out_dim: int, out_gain: float) -> nn.Sequential:
@@ -200,12 +184,12 @@ class Agent(nn.Module):
 class NormalizedActor(nn.Module):
     """The policy without noise, as it is exported: it normalizes observations and scales actions itself."""
 
-    def __init__(self, agent: Agent, stats: RunningMeanStd, space: gym.spaces.Box):
+    def __init__(self, agent: Agent, stats: np.ndarray, space: gym.spaces.Box):
         super().__init__()
         self.actor_mean = agent.actor_mean
         center, scale = action_scale(space)
         buffers = {"center": center, "scale": scale, "low": space.low, "high": space.high}
-        buffers |= {"mean": stats.mean, "std": stats.std}  # in float64, for large numbers that differ by little
+        buffers |= {"mean": stats[1], "std": stats[3]}  # in float64, for large numbers that differ by little
         for name, value in buffers.items():
             self.register_buffer(name, torch.as_tensor(value.ravel()))
 
@@ -290,7 +274,7 @@ def learn_from_vectors(agent: Agent, optimizer, batch: dict[str, Tensor], args: 
 
 @torch.no_grad()
 def sample_actions(agent: Agent, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """Actions for observations (N, O), with Gaussian noise (N, A), their log-probabilities, and values: (N, A + 2)."""
+    """Actions (N, A) for observations (N, O), log-probabilities, values, as one array (N, A + 2)."""
     device = agent.actor_logstd.device
     mean, logstd, value = agent(torch.as_tensor(obs, device=device))
     action = mean + logstd.exp() * torch.as_tensor(noise, device=device)
@@ -308,23 +292,26 @@ class Simulators:
         self.totals = np.zeros((2, args.envs_per_worker))  # return and length of the open episodes
 
     def reset(self, step: int, offset: int) -> np.ndarray:
-        """Seeds all by the step, and resets the envs, which come after `offset` others; returns observations (E, O)."""
+        """Seeds and resets all envs, before which `offset` others come; returns observations (E, O)."""
         seed_process([self.args.seed, 0, 0], offset)  # what makes an env may draw numbers, too
         try:
             self.envs = self.envs or [make_env(self.args, gym.spaces.Box) for _ in self.totals[0]]
         except SystemExit as error:  # Ray would not say why
             raise RuntimeError(f"no {self.args.env_id} there: {error.__context__ or 'wrong spaces'}") from error
-        first = seed_process([self.args.seed, step, self.args.num_workers * self.args.envs_per_worker], offset)
+        num_envs = self.args.num_workers * self.args.envs_per_worker
+        first = seed_process([self.args.seed, step, num_envs], offset)
         self.totals[:] = 0
         for i, env in enumerate(self.envs):
             env.unwrapped.action_space.seed((first + i) % 2**31)
-        return np.array([env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(self.envs)], np.float64)
+        obs = [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(self.envs)]
+        return np.array(obs, np.float64)
 
     def rollout(self, shared: tuple, first: int, noise, obs, done) -> tuple[np.ndarray, list]:
-        """Makes T steps of n envs, from `first` on, by the policy and the statistics that all workers share.
+        """T steps of n envs, from `first` on: rows (T, n, ..), and (step, return, length) of episodes that ended.
 
-        Without a policy, the noise is the actions. Returns rows (T, n, ..): observation, action and what else the
-        policy says, reward, terminated, truncated, valid, next raw observation; and (step, return, length) of episodes.
+        The policy and the statistics of observations are those of all workers; if they are None, the noise is
+        the actions. A row is observation, action (and what else the policy says), reward, terminated, truncated,
+        valid, and the next observation as it comes from the env.
         """
         policy, stats, noise, obs = deepcopy((*shared, noise, obs))  # what Ray hands over is read-only
         envs = slice(first, first + len(done))
@@ -336,9 +323,9 @@ class Simulators:
             acted = policy(obs, noise_t) if policy else noise_t
             action = center + scale * acted[:, : scale.size].reshape(-1, *space.shape)
             next_obs = np.zeros(obs.shape)
-            outcome = [np.zeros(len(done)), np.zeros_like(done), done.copy()]  # reward, terminated, truncated
-            inputs = self.envs[envs], action.clip(space.low, space.high), next_obs, *outcome, self.totals[:, envs]
-            episodes += [(t, *episode) for episode in step_envs(*inputs)]
+            outcome = [np.zeros(len(done)), np.zeros_like(done), done.copy()]  # reward, both flags
+            arrays = [action.clip(space.low, space.high), next_obs, *outcome, self.totals[:, envs]]
+            episodes += [(t, *episode) for episode in step_envs(self.envs[envs], *arrays)]
             rows.append(np.column_stack([obs, acted, *outcome, ~done, next_obs]))
             done = outcome[1] | outcome[2]
             if policy:
@@ -347,19 +334,20 @@ class Simulators:
 
 
 class Workers:
-    """Processes on this machine or a cluster that step E envs each, and are replaced by new ones if they are lost."""
+    """Processes, here or on a cluster, that step E envs each; one that is lost is replaced."""
 
     def __init__(self, args: Args, simulators: type, seconds: float, bytes_needed: int):
         self.args = args
         self.seconds = seconds  # that an answer may take
         self.lost = 0  # workers so far
         self.failures = Counter()  # of each worker in a row
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # under `uv run`, workers would get other packages
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # or `uv run` changes workers' packages
         settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        if args.ray_address is None:  # Ray reads the first when it is imported, its workers the second when they start
+        if args.ray_address is None:
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nobody else may connect
-            os.environ.setdefault("RAY_worker_niceness", "0")  # by default any other program goes before a worker
-            settings |= {"num_cpus": max(args.num_workers, os.cpu_count()), "object_store_memory": bytes_needed + 10**8}
+            os.environ.setdefault("RAY_worker_niceness", "0")  # or other programs go before workers
+            settings["num_cpus"] = max(args.num_workers, os.cpu_count())
+            settings["object_store_memory"] = bytes_needed + 10**8
         handler = signal.getsignal(signal.SIGTERM)
         try:
             import ray
@@ -377,21 +365,17 @@ class Workers:
         except Exception as error:
             fail(f"cannot start or join Ray on {args.ray_address or 'this machine'}: {error!s:.300}")
         signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place
-        here = ray.get_runtime_context().get_node_id()
-        [store] = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
         cpus = ray.cluster_resources().get("CPU", 0)
         if cpus < args.num_workers:
             fail(f"--num-workers {args.num_workers} needs as many CPUs; the cluster has {cpus:.0f}.")
-        if store < bytes_needed:
-            fail(f"the rollouts need {bytes_needed:,} bytes in Ray's object store here, which has {store:,.0f}.")
-        ray.cloudpickle.register_pickle_by_value(sys.modules[simulators.__module__])  # if others import this file
+        ray.cloudpickle.register_pickle_by_value(sys.modules[simulators.__module__])  # also if imported
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_task_retries": 0}
         self.make_actor = partial(ray.remote(**options)(simulators).remote, args)
         self.actors = [self.make_actor() for _ in range(args.num_workers)]
         self.ray = ray
 
     def collect(self, refs: dict, seconds: float) -> dict:
-        """The answers to calls, by worker; of one that has died or does not answer in time, the error instead."""
+        """The answers to calls, by worker, or the error if it has died or does not answer in time."""
         _, late = self.ray.wait(list(refs.values()), num_returns=len(refs), timeout=max(seconds, 1))
         answers = {}
         for w, ref in refs.items():
@@ -404,46 +388,44 @@ class Workers:
         return answers
 
     def reset(self, numbers, step: int) -> list:
-        """Resets the envs of these workers, with seeds that follow from `step`; they may take their time to start."""
-        E = self.args.envs_per_worker
-        patience = self.seconds + START_SECONDS * (10 + len(self.actors))
-        answers = self.collect({w: self.actors[w].reset.remote(step, w * E) for w in numbers}, patience)
+        """Resets the envs of these workers, which may be starting, with seeds that follow from `step`."""
+        calls = {w: self.actors[w].reset.remote(step, w * self.args.envs_per_worker) for w in numbers}
+        answers = self.collect(calls, self.seconds + 5 * (10 + len(self.actors)))  # 5 to start each, on one core
         for w, error in answers.items():
             if isinstance(error, Exception):
                 answers[w] = self.replace(w, error, step)
         return list(answers.values())
 
     def replace(self, w: int, error: Exception, step: int):
-        """Resets a new worker, in place of one that was lost; ends the run if they are lost again and again."""
+        """Resets a new worker, in place of one that was lost; ends the run if that happens again and again."""
         self.lost += 1
         self.failures[w] += 1
         reason = " ".join(str(error).split())[-300:]
         if isinstance(error, TimeoutError):  # it hangs, or its machine is gone, and the result with it
             reason = "no answer in time; see --worker-timeout"
-        if self.failures[w] > MOST_FAILURES:
-            cpus = self.ray.available_resources().get("CPU", 0)
-            sys.exit(f"error: worker {w} is lost again and again; {cpus:.0f} CPUs of the cluster are free: {reason}")
+        if self.failures[w] > 5:
+            free = f"{self.ray.available_resources().get('CPU', 0):.0f} CPUs of the cluster are free"
+            sys.exit(f"error: worker {w} is lost again and again; {free}: {reason}")
         tqdm.write(f"warning: worker {w} was lost: {reason}", sys.stderr)
         self.ray.kill(self.actors[w])
         self.actors[w] = self.make_actor()
         return self.reset([w], step + 2**32 * self.lost)[0]  # seeds that no other step has
 
 
-def make_rollout(workers: Workers, policy: Callable, noise, obs, done, stats: RunningMeanStd, global_step: int):
-    """A rollout of all envs, on which obs, done and stats move on. Returns episodes, and rows as Simulators.rollout().
+def make_rollout(workers: Workers, policy: Callable, noise, rows, obs, done, stats, global_step: int) -> list:
+    """Fills rows (T, N, ..) with steps of all envs, on which obs, done and stats move on; returns the episodes.
 
-    If workers act, a call is a whole rollout of a worker. If the learner acts, it is one step of n envs of a worker,
-    and groups of envs, n of each worker, take turns: one steps while the policy acts for the next.
+    If the workers act, a call is a whole rollout of a worker. If the learner acts, it is a step of n of its envs:
+    such groups take turns, so that one steps while the policy acts for another.
     """
     args = workers.args
-    obs_dim = obs.shape[1]
-    envs = np.arange(len(done)).reshape(args.num_workers, args.env_groups, -1)  # (W, G, n)
     acts = args.act_on == "learner"
     steps = 1 if acts else len(noise)  # of a call
     shared = (None, None) if acts else workers.ray.put((policy, stats))  # sent once to each machine
+    obs_dim = obs.shape[1]
+    envs = np.arange(len(done)).reshape(args.num_workers, args.env_groups, -1)  # (W, G, n)
     acted = {}  # noise or actions (steps, W, n, ..), by group
-    pending = {}  # calls by group and worker
-    rows = []  # of each step and group
+    pending = {}  # calls, by group and worker
     episodes = []
 
     def send(g: int, w: int):
@@ -470,8 +452,8 @@ def make_rollout(workers: Workers, policy: Callable, noise, obs, done, stats: Ru
                 part = np.concatenate(parts, axis=1)
                 for next_obs in part[..., -obs_dim:]:
                     obs[group] = normalize_obs(stats, next_obs)
-                done[group] = part[-1, :, -obs_dim - 3 : -obs_dim - 1].any(1)  # terminated or truncated
-                rows.append(part[..., :-obs_dim])
+                rows[t - steps : t, group] = part[..., :-obs_dim]
+                done[group] = rows[t - 1, group, -3:-1].any(1)  # terminated or truncated
                 episodes += [(t - steps + s, *episode) for s, *episode in sum(ended, [])]
             if t < len(noise):
                 acted[g] = noise[t : t + steps, envs[:, g]]
@@ -479,18 +461,15 @@ def make_rollout(workers: Workers, policy: Callable, noise, obs, done, stats: Ru
                     acted[g] = policy(obs[group], noise[t, group]).reshape(1, *envs[:, g].shape, -1)
                 for w in range(len(envs)):
                     send(g, w)
-    by_step = [np.concatenate(rows[i : i + args.env_groups], axis=1) for i in range(0, len(rows), args.env_groups)]
-    rows = np.concatenate(by_step)[:, np.argsort(envs.swapaxes(0, 1).ravel())]
-    rows[..., -2] = np.concatenate([1 - rows[1:, :, -1], done[None]])  # done: what the next step only resets
-    return rows, episodes
+    rows[..., -2] = np.concatenate([1 - rows[1:, :, -1], done[None]])  # done: the next step only resets
+    return episodes
 
 
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     """Trains an agent and returns the final metrics; a signal makes it save and stop early."""
     check_numbers(args)
     T = args.num_steps
-    W = args.num_workers
-    N = W * args.envs_per_worker
+    N = args.num_workers * args.envs_per_worker
     batch_size = T * N
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
@@ -510,26 +489,27 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if env.action_space.dtype.kind != "f":
         fail(f"{args.env_id} takes actions in {env.action_space}; needed: floats.")
     action_dim = math.prod(env.action_space.shape)
-    bytes_of_rollout = 8 * batch_size * (2 * obs_dim + 2 * action_dim + 6)
-    workers = Workers(args, Simulators, args.worker_timeout, 2 * bytes_of_rollout)
+    rows = np.zeros((T, N, obs_dim + action_dim + 6))  # logprob, value, reward, terminated, done, valid
+    workers = Workers(args, Simulators, args.worker_timeout, 4 * rows.nbytes)
     run_dir, writer, device = start_run(args, saved)
 
     def start_anew(iteration: int) -> np.ndarray:  # seeds all by it, and returns the first observations
         seed_process([args.seed, iteration, N])
-        return np.concatenate(workers.reset(range(W), iteration))
+        return np.concatenate(workers.reset(range(args.num_workers), iteration))
 
     discounted_return = np.zeros(N)
     done = np.full(N, first_iteration > 0)  # a resumed run begins with a reset, as the run did that was saved
-    obs_stats = RunningMeanStd(obs_dim)
-    return_stats = RunningMeanStd()
+    obs_stats = np.zeros((4, obs_dim))
+    return_stats = np.zeros((4, 1))
+    normalizer = [torch.from_numpy(x) for x in (obs_stats, return_stats, discounted_return)]  # for checkpoints
     agent = Agent(obs_dim, action_dim).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    learners = {"agent": agent, "optimizer": optimizer, "obs_stats": obs_stats, "return_stats": return_stats}
     obs = normalize_obs(obs_stats, start_anew(first_iteration)).astype(np.float32)
     if saved:
-        for name, learner in learners.items():
-            learner.load_state_dict(saved[name])
-        discounted_return[:] = saved["discounted_return"].numpy()
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
+        for tensor, saved_tensor in zip(normalizer, saved["normalizer"]):
+            tensor.copy_(saved_tensor)
 
     global_step = first_iteration * batch_size
     progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
@@ -540,10 +520,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     for iteration in range(first_iteration, num_iterations):
         # act and step
         began = time.perf_counter()
-        noise = torch.randn(T, N, action_dim, device=device)
+        noise = torch.randn(T, N, action_dim, device=device).cpu().numpy()
         actor = deepcopy(agent).cpu() if args.act_on == "worker" else agent
         policy = partial(sample_actions, actor)
-        rows, episodes = make_rollout(workers, policy, noise.cpu().numpy(), obs, done, obs_stats, global_step)
+        episodes = make_rollout(workers, policy, noise, rows, obs, done, obs_stats, global_step)
         for t, return_, length in sorted(episodes, key=lambda episode: episode[0]):
             writer.add_scalar("charts/episodic_return", return_, global_step + (t + 1) * N)
             writer.add_scalar("charts/episodic_length", length, global_step + (t + 1) * N)
@@ -554,14 +534,16 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # learn
         for row in rows:
             reward, terminated, _, valid = row[:, -4:].T
-            row[:, -4] = normalize_reward(return_stats, discounted_return, reward, terminated, valid > 0, args.gamma)
+            is_valid = valid > 0
+            reward[:] = normalize_reward(return_stats, discounted_return, reward, terminated, is_valid, args.gamma)
         stored = torch.as_tensor(rows, dtype=torch.float32, device=device)
         reward_buffer, terminated_buffer, done_buffer, valid_buffer = stored[..., -4:].unbind(-1)
         last_value = agent(torch.as_tensor(obs, device=device))[2].detach()
         value = torch.cat([stored[..., -5], last_value[None]])
         advantage = gae(reward_buffer, value, terminated_buffer, done_buffer, args.gamma, args.gae_lambda)
-        rollout = {"obs": stored[..., :obs_dim], "action": stored[..., obs_dim:-6], "logprob": stored[..., -6]}
-        rollout |= {"advantage": advantage, "return": advantage + value[:T], "value": value[:T], "valid": valid_buffer}
+        rollout = {"obs": stored[..., :obs_dim], "action": stored[..., obs_dim:-6]}
+        rollout |= {"logprob": stored[..., -6], "value": value[:T], "valid": valid_buffer}
+        rollout |= {"advantage": advantage, "return": advantage + value[:T]}
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
         learning_rate = args.learning_rate * (1 - iteration / num_iterations if args.anneal_lr else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
@@ -581,8 +563,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         clock = time.perf_counter(), global_step
         if is_due or signals:
             kept = {"iteration": iteration + 1, "last_returns": list(last_returns)}
-            kept["discounted_return"] = torch.as_tensor(discounted_return)
-            kept |= {name: learner.state_dict() for name, learner in learners.items()}
+            kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "normalizer": normalizer}
             save_checkpoint(run_dir, args, kept)
         if signals:
             break
@@ -679,7 +660,7 @@ def load_checkpoint(args: Args) -> dict:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
             return saved
         except Exception as error:  # a damaged file may lead to any
-            message = f"cannot resume from {path}: {error!s:.300}"
+            message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"
         if args.resume != "auto":
             fail(message)
         print(f"warning: {message}", file=sys.stderr)

@@ -137,42 +137,29 @@ def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     return (high + low) / 2, (high - low) / 2
 
 
-class RunningMeanStd:
-    """Running mean and standard deviation of rows, in float64 (Welford 1962, for several rows at a time)."""
-
-    def __init__(self, *shape: int):
-        self.count = 0
-        self.mean = np.zeros(shape)
-        self.std = np.ones(shape)
-        self.squares = np.zeros(shape)  # sum of squared deviations from the mean
-
-    def update(self, x: np.ndarray):  # (rows, *shape)
-        if len(x) == 0:  # all envs only reset
-            return
-        deviation = x - self.mean
-        self.count += len(x)
-        self.mean += np.add.reduce(deviation) / self.count
-        self.squares += np.add.reduce(deviation * (x - self.mean))
-        self.std = np.sqrt(self.squares / self.count + 1e-8)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in vars(self).items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]):
-        vars(self).update({name: value.numpy() for name, value in state.items()})
+def update_stats(stats: np.ndarray, x: np.ndarray):
+    """Adds rows x (n, O) to statistics (4, O): their count, mean, squared deviations and std (Welford 1962)."""
+    count, mean, squares, std = stats  # in float64
+    count += len(x)
+    deviation = x - mean
+    mean += np.add.reduce(deviation) / count
+    squares += np.add.reduce(deviation * (x - mean))
+    std[:] = np.sqrt(squares / count + 1e-8)
 
 
-def normalize_obs(stats: RunningMeanStd, obs: np.ndarray) -> np.ndarray:
+def normalize_obs(stats: np.ndarray, obs: np.ndarray) -> np.ndarray:
     """Adds observations (N, O) to the statistics and scales them, as Gymnasium's NormalizeObservation; clips at 10."""
-    stats.update(obs)
-    return ((obs - stats.mean) / stats.std).clip(-10, 10)
+    update_stats(stats, obs)
+    _, mean, _, std = stats
+    return ((obs - mean) / std).clip(-10, 10)
 
 
-def normalize_reward(stats: RunningMeanStd, returns, reward, terminated, valid, gamma: float) -> np.ndarray:
+def normalize_reward(stats: np.ndarray, returns, reward, terminated, valid, gamma: float) -> np.ndarray:
     """Scales rewards (N,) by the std of their discounted sum, as Gymnasium's NormalizeReward; clips at 10."""
     np.copyto(returns, returns * gamma * (1 - terminated) + reward, where=valid)
-    stats.update(returns[valid])
-    return (reward / stats.std).clip(-10, 10)
+    if valid.any():
+        update_stats(stats, returns[valid, None])
+    return (reward / stats[3]).clip(-10, 10)
 
 
 def mlp(in_dim: int, out_dim: int, out_gain: float) -> nn.Sequential:
@@ -200,12 +187,12 @@ class Agent(nn.Module):
 class NormalizedActor(nn.Module):
     """The policy without noise, as it is exported: it normalizes observations and scales actions itself."""
 
-    def __init__(self, agent: Agent, stats: RunningMeanStd, space: gym.spaces.Box):
+    def __init__(self, agent: Agent, stats: np.ndarray, space: gym.spaces.Box):
         super().__init__()
         self.actor_mean = agent.actor_mean
         center, scale = action_scale(space)
         buffers = {"center": center, "scale": scale, "low": space.low, "high": space.high}
-        buffers |= {"mean": stats.mean, "std": stats.std}  # in float64, for large numbers that differ by little
+        buffers |= {"mean": stats[1], "std": stats[3]}  # in float64, for large numbers that differ by little
         for name, value in buffers.items():
             self.register_buffer(name, torch.as_tensor(value.ravel()))
 
@@ -278,13 +265,6 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
-# perf[flat] keep all parameters in one vector, so that Adam and all else meets one tensor
-def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """The parameters by name, as views of their vector (P,)."""
-    parts = flat.split([shape.numel() for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
-
-
 # perf[graph] Adam as a function of tensors, so that it compiles into the update
 def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: float):
     """A step of Adam in place (Kingma & Ba 2015, end of section 2)."""
@@ -299,22 +279,24 @@ def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: f
 
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Both moments of each parameter, and the number of steps, which is counted on the device."""
-    exp_avgs, exp_avg_sqs = ([torch.zeros_like(param) for param in params] for _ in range(2))
-    return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
+    exp_avgs = [torch.zeros_like(param) for param in params]
+    return exp_avgs, [x.clone() for x in exp_avgs], torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
-def learn_from_vectors_(agent: Agent, shapes: dict, state: dict, batch: dict, args: Args, idx: Tensor) -> Tensor:
+def learn_from_vectors_(agent: Agent, state: dict, batch: dict, args: Args, idx: Tensor) -> Tensor:
     """A gradient step on the rows idx (b,) of the batch; returns what to log, PPO_LOSSES in one tensor."""
     minibatch = {name: x[idx] for name, x in batch.items()}
 
-    def loss_of(flat: Tensor) -> tuple[Tensor, Tensor]:
-        mean, logstd, value = functional_call(agent, unflatten(flat, shapes), minibatch["obs"])
+    def loss_of(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        mean, logstd, value = functional_call(agent, parameters, minibatch["obs"])
         logprob, entropy = gaussian_logprob_entropy(minibatch["action"], mean, logstd)
         return ppo_loss(logprob, entropy, value, minibatch, args)
 
-    grad, (_, losses) = grad_and_value(loss_of, has_aux=True)(state["flat"])  # perf[graph]
-    grad *= (args.max_grad_norm / (grad.norm() + 1e-6)).clamp(max=1)
-    adam_([state["flat"]], [grad], *state["adam"], state["lr"], eps=1e-5)
+    parameters = state["parameters"]
+    grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(parameters)  # perf[graph]
+    norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
+    scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+    adam_(parameters.values(), [grad * scale for grad in grads.values()], *state["adam"], state["lr"], eps=1e-5)
     return losses
 
 
@@ -351,23 +333,18 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     terminated = np.zeros(N, bool)
     truncated = np.full(N, first_iteration > 0)  # a resumed run begins with a reset, as the run did that was saved
     totals = np.zeros((2, N))  # return and length of the open episodes
-    obs_stats = RunningMeanStd(obs_dim)
-    return_stats = RunningMeanStd()
+    obs_stats = np.zeros((4, obs_dim))
+    return_stats = np.zeros((4, 1))
+    normalizer = [torch.from_numpy(x) for x in (obs_stats, return_stats, discounted_return)]  # for checkpoints
     agent = Agent(obs_dim, action_dim).to(device).requires_grad_(False)
-    shapes = {name: p.shape for name, p in agent.named_parameters()}
-    flat = nn.utils.parameters_to_vector(agent.parameters())  # perf[flat]
-    nn.utils.vector_to_parameters(flat, agent.parameters())  # from here on they are views of the vector
     # perf[graph] the state of a run is tensors alone; perf[tensor] a number would keep the value it was compiled with
-    state = {"flat": flat, "adam": adam_state([flat]), "lr": torch.zeros((), device=device)}
-    learners = {"obs_stats": obs_stats, "return_stats": return_stats}
+    state = {"parameters": dict(agent.named_parameters()), "lr": torch.zeros((), device=device)}
+    state |= {"adam": adam_state(agent.parameters()), "normalizer": normalizer}
     raw_obs = np.array(start_anew(args.seed, first_iteration, envs), np.float64)
     obs = normalize_obs(obs_stats, raw_obs).astype(np.float32)  # perf[host]
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), saved["state"]):  # perf[graph]
             tensor.copy_(saved_tensor)
-        for name, learner in learners.items():
-            learner.load_state_dict(saved[name])
-        discounted_return[:] = saved["discounted_return"].numpy()
 
     obs_buffer = np.zeros((T + 1, N, obs_dim), np.float32)  # perf[host]
     action_buffer = np.zeros((T, N, action_dim), np.float32)
@@ -378,7 +355,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     clock = time.perf_counter(), global_step  # of the last report
     interval = args.checkpoint_interval or math.inf
-    update = partial(learn_from_vectors_, agent, shapes, state, batch, args)
+    update = partial(learn_from_vectors_, agent, state, batch, args)
     if args.compile:  # perf[graph]
         update = torch.compile(update, fullgraph=True)
 
@@ -440,14 +417,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
         # report and save
         losses["explained_variance"] = explained_variance(batch)
-        metrics = report(losses, [flat], last_returns, global_step, clock, writer, progress)
+        metrics = report(losses, agent.parameters(), last_returns, global_step, clock, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         is_due = global_step // interval > clock[1] // interval
         clock = time.perf_counter(), global_step
         if is_due or signals:
             kept = {"iteration": iteration + 1, "last_returns": list(last_returns)}
-            kept["discounted_return"] = torch.as_tensor(discounted_return)
-            kept |= {name: learner.state_dict() for name, learner in learners.items()}
             kept["state"] = tree_leaves(state)  # perf[graph]
             save_checkpoint(run_dir, args, kept)
             start_anew(args.seed, iteration + 1, envs)
@@ -455,8 +430,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if signals:
             break
 
-    for p in agent.parameters():
-        p.data = p.clone()  # perf[flat] a view cannot be saved alone
     policy = NormalizedActor(agent, obs_stats, action_space)
     finish_run(args, run_dir, metrics, writer, policy, torch.zeros(2, obs_dim, dtype=torch.float64))
     for resource in (progress, *envs):
@@ -546,7 +519,7 @@ def load_checkpoint(args: Args) -> dict:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
             return saved
         except Exception as error:  # a damaged file may lead to any
-            message = f"cannot resume from {path}: {error!s:.300}"
+            message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"
         if args.resume != "auto":
             fail(message)
         print(f"warning: {message}", file=sys.stderr)

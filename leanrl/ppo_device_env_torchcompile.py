@@ -305,13 +305,6 @@ def explained_variance(batch: dict[str, Tensor]) -> Tensor:
     return 1 - variances[0] / variances[1].clamp(min=1e-8)
 
 
-# perf[flat] keep all parameters in one vector, so that Adam and all else meets one tensor
-def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """The parameters by name, as views of their vector (P,)."""
-    parts = flat.split([shape.numel() for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
-
-
 # perf[graph] Adam as a function of tensors, so that it compiles into the update
 def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: float):
     """A step of Adam in place (Kingma & Ba 2015, end of section 2)."""
@@ -326,8 +319,8 @@ def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: f
 
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Both moments of each parameter, and the number of steps, which is counted on the device."""
-    exp_avgs, exp_avg_sqs = ([torch.zeros_like(param) for param in params] for _ in range(2))
-    return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
+    exp_avgs = [torch.zeros_like(param) for param in params]
+    return exp_avgs, [x.clone() for x in exp_avgs], torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
@@ -356,13 +349,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     torch.manual_seed(args.seed)
 
     agent = DiscreteAgent(env.obs_dim, env.num_actions).to(device).requires_grad_(False)
-    shapes = {name: p.shape for name, p in agent.named_parameters()}
-    flat = nn.utils.parameters_to_vector(agent.parameters())  # perf[flat]
-    nn.utils.vector_to_parameters(flat, agent.parameters())  # from here on they are views of the vector
+    parameters = dict(agent.named_parameters())
     lr = torch.zeros((), device=device)  # perf[tensor] a number would keep the value it was compiled with
     envs = first_envs(env, N, device)
 
-    state = {"flat": flat, "adam": adam_state([flat]), "envs": envs}  # perf[graph] the state of a run is tensors alone
+    # perf[graph] the state of a run is tensors alone
+    state = {"parameters": parameters, "adam": adam_state(parameters.values()), "envs": envs}
     random = torch.cuda if device.type == "cuda" else torch  # whose generator draws all that follows
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), saved["state"]):  # perf[graph]
@@ -393,14 +385,15 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         """A gradient step on the rows idx of the batch; returns what to log."""
         minibatch = {name: x[idx] for name, x in batch.items()}
 
-        def loss_of(flat: Tensor):
-            logits, value = functional_call(agent, unflatten(flat, shapes), minibatch["obs"])
+        def loss_of(parameters: dict[str, Tensor]):
+            logits, value = functional_call(agent, parameters, minibatch["obs"])
             logprob, entropy = categorical_logprob_entropy(minibatch["action"], logits)
             return ppo_loss(logprob, entropy, value, minibatch, args)
 
-        grad, (_, losses) = grad_and_value(loss_of, has_aux=True)(flat)  # perf[graph]
-        grad *= (args.max_grad_norm / (grad.norm() + 1e-6)).clamp(max=1)
-        adam_([flat], [grad], *state["adam"], lr, eps=1e-5)
+        grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(parameters)  # perf[graph]
+        norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
+        scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+        adam_(parameters.values(), [grad * scale for grad in grads.values()], *state["adam"], lr, eps=1e-5)
         return losses
 
     batch = {}
@@ -448,7 +441,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         losses = dict(zip(PPO_LOSSES, losses)) | {"explained_variance": explained_variance(batch)}
         ended = ~envs["last_return"].isnan()
         last_returns = envs["last_return"][ended].tolist()
-        metrics = report(losses, [flat], last_returns, global_step, clock, writer, progress)  # perf[flat]
+        metrics = report(losses, agent.parameters(), last_returns, global_step, clock, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         if last_returns:
             writer.add_scalar("charts/episodic_return", metrics["episodic_return"], global_step)
@@ -462,8 +455,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if signals:
             break
 
-    for p in agent.parameters():
-        p.data = p.clone()  # perf[flat] a view cannot be saved alone
     finish_run(args, run_dir, metrics, writer, GreedyDiscreteAgent(agent), torch.zeros(2, env.obs_dim))
     progress.close()
     return metrics
@@ -551,7 +542,7 @@ def load_checkpoint(args: Args) -> dict:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
             return saved
         except Exception as error:  # a damaged file may lead to any
-            message = f"cannot resume from {path}: {error!s:.300}"
+            message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"
         if args.resume != "auto":
             fail(message)
         print(f"warning: {message}", file=sys.stderr)

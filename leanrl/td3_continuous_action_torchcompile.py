@@ -206,8 +206,8 @@ def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: f
 
 def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Both moments of each parameter, and the number of steps, which is counted on the device."""
-    exp_avgs, exp_avg_sqs = ([torch.zeros_like(param) for param in params] for _ in range(2))
-    return exp_avgs, exp_avg_sqs, torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
+    exp_avgs = [torch.zeros_like(param) for param in params]
+    return exp_avgs, [x.clone() for x in exp_avgs], torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
 
 
 def sample(ring: Tensor, newest: int | Tensor, pairs: int | Tensor, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
@@ -496,7 +496,7 @@ def load_checkpoint(args: Args) -> dict:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
             return saved
         except Exception as error:  # a damaged file may lead to any
-            message = f"cannot resume from {path}: {error!s:.300}"
+            message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"
         if args.resume != "auto":
             fail(message)
         print(f"warning: {message}", file=sys.stderr)

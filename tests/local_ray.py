@@ -128,11 +128,3 @@ def cluster_resources() -> dict[str, float]:
 
 def available_resources() -> dict[str, float]:
     return {"CPU": 3.0}
-
-
-def nodes() -> list[dict]:
-    return [{"NodeID": "here", "Alive": True, "Resources": {"object_store_memory": 2e9}}]
-
-
-def get_runtime_context() -> SimpleNamespace:
-    return SimpleNamespace(get_node_id=lambda: "here")

@@ -83,7 +83,7 @@ def patch_reports(monkeypatch, name: str):
     monkeypatch.setattr(load(name), "REPORT_INTERVAL", 100, raising=False)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if not name.endswith("_torchcompile")])
 def test_a_killed_and_resumed_run_computes_the_same_bits(monkeypatch, name):
     """Parameters, metrics and all that the last checkpoint holds: optimizer, replay, statistics, returns."""
     patch_reports(monkeypatch, name)
@@ -101,7 +101,7 @@ def same_run(whole: SimpleNamespace, resumed: SimpleNamespace):
     assert equal(kept(whole.run_dir / "checkpoint.pt"), kept(resumed.run_dir / "checkpoint.pt"))
 
 
-COMPILED = [(twin, {}) for _, twin in TWINS] + [("ppo_rnn_torchcompile", {"cell": "lstm", "num_steps": 4})]
+COMPILED = [(twin, {"num_steps": 4} if "ppo_rnn" in twin else {}) for _, twin in TWINS]
 
 
 @pytest.mark.parametrize(("twin", "flags"), COMPILED)

@@ -407,8 +407,7 @@ def test_the_env_of_the_page_is_gymnasiums_and_stays_on_the_device(monkeypatch):
     iterate_on_meta(monkeypatch, EAGER, "MountainCar-v0")
 
 
-@pytest.mark.parametrize("name", ["ppo_device_env", "a2c_device_env"])
-def test_the_env_of_the_page_compiles_in_the_twins(monkeypatch, name):
+def test_the_env_of_the_page_compiles_in_the_twin(monkeypatch, name="ppo_device_env"):
     env = names_of_the_page()["MountainCar"]
     ends = []
     for script, flags in ((name, {}), (f"{name}_torchcompile", {"compile": True})):

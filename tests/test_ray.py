@@ -67,6 +67,7 @@ def local(monkeypatch):
 def test_workers_compute_what_one_process_computes(monkeypatch, local, name, env_id):
     """To the bit; but two workers that act know less of each other's observations, which they normalize by."""
     flags = problem(name) | {"env_id": env_id, "checkpoint_interval": 0}
+    monkeypatch.setattr(load(alone(CONTINUOUS[1])), "gae_scan", load(name).gae)  # which rounds otherwise
     one = train(monkeypatch, alone(name), **flags, num_envs=2)
     assert one.metrics["episodic_return"] is not None or env_id == "Pendulum-v1"
     for where in ({}, ON_LEARNER):
@@ -148,18 +149,16 @@ AGAIN = "worker . is lost again and again; 3 CPUs of the cluster are free: "
 @pytest.mark.parametrize("where", [{}, ON_LEARNER])
 @pytest.mark.parametrize("name", CONTINUOUS[:1])
 def test_workers_that_are_lost_again_and_again_end_the_run(monkeypatch, local, name, where):
-    monkeypatch.setattr(load(name), "MOST_FAILURES", 3)
     local.lost.update({number: DIED for number in range(3, FOREVER) if number % 2})  # some resets work
     with pytest.raises(SystemExit, match=AGAIN + "the worker died"):
         train(monkeypatch, name, **problem(name) | TWO_WORKERS | where)
-    assert 6 < len(local.calls) < 12
+    assert 9 < len(local.calls) < 20
 
 
 @pytest.mark.parametrize("where", [{}, ON_LEARNER])
 @pytest.mark.parametrize("name", CONTINUOUS[:1])
 def test_workers_may_be_lost_now_and_then(monkeypatch, local, name, where):
     """Also more often than in a row, in one rollout or in many."""
-    monkeypatch.setattr(load(name), "MOST_FAILURES", 1)
     local.lost.update(dict.fromkeys((3, 9, 16, 22, 29), DIED))
     run = train(monkeypatch, name, **problem(name) | TWO_WORKERS | where | {"total_timesteps": 64 * 2 * 12})
     assert run.metrics["lost_workers"] == 5 and run.metrics["global_step"] == 64 * 2 * 12
@@ -176,7 +175,7 @@ def test_a_worker_that_never_starts_ends_the_run(monkeypatch, local, name, error
     reason = "no answer in time; see --worker-timeout" if error is HANGS else str(error)
     with pytest.raises(SystemExit, match=AGAIN + reason):
         train(monkeypatch, name, **tiny(name) | TWO_WORKERS | {"worker_timeout": 5.0})
-    assert len(local.killed) == load(name).MOST_FAILURES
+    assert len(local.killed) == 5
 
 
 @pytest.mark.parametrize("name", RAY)
@@ -392,13 +391,12 @@ def a_batch(seed: int = 1) -> list[torch.Tensor]:
     return [ratio, reward, value, terminated, ((done > 0.9) | (terminated > 0)).double()]
 
 
-@pytest.mark.parametrize(("name", "function"), [(ATARI[0], "vtrace"), (ATARI[1], "vtrace_scan")])
-def test_vtrace_is_the_sum_of_the_paper(name, function):
+def test_vtrace_is_the_sum_of_the_paper():
     """Espeholt et al. 2018, eq. 1, written out, with lambda in c as in remark 2; at ratio 1, GAE."""
-    script = load(name)
+    script = load(ATARI[0])
     args = script.Args(gamma=0.9, gae_lambda=0.8, rho_clip=1.2, c_clip=0.7)
     ratio, reward, value, terminated, done = a_batch()
-    target, advantage = getattr(script, function)(ratio.clone(), reward, value, terminated, done, args)
+    target, advantage = script.vtrace(ratio.clone(), reward, value, terminated, done, args)
     T, N = reward.shape
     for n in range(N):
         for s in range(T):
@@ -414,11 +412,11 @@ def test_vtrace_is_the_sum_of_the_paper(name, function):
     following = torch.cat([(target - value[:-1])[1:], torch.zeros(1, N)])
     q = reward + 0.9 * ((1 - terminated) * value[1:] + 0.8 * (1 - done) * following)
     torch.testing.assert_close(advantage, ratio.clamp(max=1.2) * (q - value[:-1]))
-    _, advantage = getattr(script, function)(torch.ones(9, 5), reward, value, terminated, done, script.Args(gamma=0.9))
+    _, advantage = script.vtrace(torch.ones(9, 5), reward, value, terminated, done, script.Args(gamma=0.9))
     gae = load("ppo_atari_envpool").gae(reward, value, terminated, done, 0.9, 0.95)
     torch.testing.assert_close(advantage, gae)
     args = script.Args(gamma=0.9, gae_lambda=1.0)
-    target, advantage = getattr(script, function)(ratio, reward, value, terminated, done, args)
+    target, advantage = script.vtrace(ratio, reward, value, terminated, done, args)
     following = torch.cat([target[1:], value[-1:]])
     following = torch.where(done > 0, (1 - terminated) * value[1:], following)
     torch.testing.assert_close(advantage, ratio.clamp(max=1) * (reward + 0.9 * following - value[:-1]))  # IMPALA's
@@ -490,28 +488,6 @@ def test_a_worker_has_as_many_threads_as_it_is_given(monkeypatch, local, name):
     assert made[1:] == [(2, 2)]  # the first ones tell the learner of the actions
 
 
-def test_newest_frames_restore_every_stack():
-    """Of real games, with lives that are lost."""
-    script = load(ATARI[1])
-    players = script.FramePlayers(script.Args(envs_per_worker=3))
-    players.reset(step=1, offset=0)
-    agent = script.AtariAgent(4)
-    vector = torch.cat([p.detach().reshape(-1) for p in agent.parameters()]).numpy()
-    seen, step = [players.obs], players.envs.step
-
-    def spied(action):
-        seen.append(step(action))
-        return seen[-1]
-
-    players.envs = SimpleNamespace(step=lambda action: spied(action))
-    rollout = players.rollout(vector, np.random.default_rng(1).gumbel(size=(200, 3, 4)).astype(np.float32))
-    expected = torch.as_tensor(np.stack([seen[0], *(result[0] for result in seen[1:])]))
-    obs = torch.zeros_like(expected)
-    script.restore_stacks(obs, *(torch.as_tensor(rollout[name]) for name in ("first", "frame")), rollout["stacks"])
-    assert torch.equal(obs, expected)
-    assert 0 < len(rollout["stacks"]) < 60 and rollout["outcome"][..., 2].sum() > 3
-
-
 REFUSED = {
     "groups that do not divide": (ON_LEARNER | {"env_groups": 3}, "--env-groups"),
     "groups without a learner that acts": ({"env_groups": 2}, "--act-on is learner"),
@@ -543,15 +519,6 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(local, name, case, refused,
     message = capsys.readouterr().err.strip()
     assert exit.value.code == 2 and message.startswith("error: ") and word in message and "\n" not in message
     assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize("name", RAY)
-def test_a_store_that_is_too_small_is_told_before_it_is_full(monkeypatch, local, name, capsys):
-    small = [{"NodeID": "here", "Resources": {"object_store_memory": 1000}}]
-    monkeypatch.setattr(local, "nodes", lambda: small)
-    with pytest.raises(SystemExit):
-        train(monkeypatch, name, **tiny(name))
-    assert "bytes in Ray's object store here, which has 1,000." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", RAY)
@@ -733,23 +700,18 @@ def test_on_ray_itself_a_run_computes_the_same(monkeypatch, name):
 
 SHORT = SMALL | {"update_epochs": 1, "worker_timeout": 4.0}
 IN_TWO_GROUPS = {"act_on": "learner", "env_groups": 2, "envs_per_worker": 2}
-KILLED = {
-    "ppo_continuous_action_ray": SHORT | IN_TWO_GROUPS | {"num_steps": 256, "total_timesteps": 16 * 1024},
-    "ppo_atari_ray_torchcompile": SHORT | {"env_id": "Breakout-v5", "num_steps": 16, "total_timesteps": 100 * 32},
-}
+KILLED = SHORT | IN_TWO_GROUPS | {"num_steps": 256, "total_timesteps": 16 * 1024}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KILLED)
-def test_on_ray_itself_a_run_survives_its_workers(name):
+def test_on_ray_itself_a_run_survives_its_workers(name="ppo_continuous_action_ray"):
     """One that dies, and one that hangs."""
-    process = start(name, **KILLED[name])
-    players, method = ("FramePlayers", "rollout") if name in ATARI else ("Simulators", "rollout")
+    process = start(name, **KILLED)
     have_worked = set()  # one that hangs while it starts would not be counted
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        while len(workers := [x for x in processes(players, process.pid) if x in have_worked]) < 2:
+        while len(workers := [x for x in processes("Simulators", process.pid) if x in have_worked]) < 2:
             assert process.poll() is None, process.stderr.read()
-            have_worked.update(processes(f"{players}.{method}", process.pid))  # Ray writes the method behind the class
+            have_worked.update(processes("Simulators.rollout", process.pid))  # Ray writes the method behind the class
         os.kill(workers[-1], number)
         time.sleep(1)  # a process that is killed is there for a moment
         have_worked.remove(workers[-1])
@@ -757,7 +719,7 @@ def test_on_ray_itself_a_run_survives_its_workers(name):
     assert process.returncode == 0, errors
     metrics = summary(name)["metrics"]
     assert metrics["lost_workers"] == errors.count("warning: worker") >= 2
-    assert metrics["global_step"] == KILLED[name]["total_timesteps"]
+    assert metrics["global_step"] == KILLED["total_timesteps"]
 
 
 ON_RAY = """
@@ -789,10 +751,7 @@ def test_on_ray_itself_a_lag_gives_the_same_bits_and_nothing_is_spilled(monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "send, number", [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)], ids=["kill", "Ctrl-C"]
-)
-def test_a_signal_ends_a_run_on_ray_in_order(send, number, name="ppo_atari_ray"):
+def test_ctrl_c_ends_a_run_on_ray_in_order(name="ppo_atari_ray"):
     """It saves, says how to go on, and leaves no process behind. Nobody else may connect, or goes before a worker.
 
     Nothing is reported to Ray's makers. A terminal sends Ctrl-C to Ray's processes, too.
@@ -808,9 +767,9 @@ def test_a_signal_ends_a_run_on_ray_in_order(send, number, name="ppo_atari_ray")
     [store] = [path for path in descendants(process.pid) if b"gcs_server" in path.joinpath("cmdline").read_bytes()]
     assert b"RAY_USAGE_STATS_ENABLED=0" in store.joinpath("environ").read_bytes().split(b"\0")
     assert {os.getpriority(os.PRIO_PROCESS, worker) for worker in workers} == {os.getpriority(os.PRIO_PROCESS, 0)}
-    send(process.pid, number)
+    os.killpg(process.pid, signal.SIGINT)
     errors = process.communicate(timeout=100)[1]
-    assert process.returncode == 128 + number and "to go on, add --resume auto" in errors, errors
+    assert process.returncode == 128 + signal.SIGINT and "to go on, add --resume auto" in errors, errors
     assert "was lost" not in errors
     [run_dir] = Path("runs").iterdir()
     assert {"checkpoint.pt", "policy.pt2", "summary.json"} <= {path.name for path in run_dir.iterdir()}
@@ -845,8 +804,7 @@ cluster.shutdown()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo_continuous_action_ray", "ppo_atari_ray"])
-def test_a_run_survives_a_machine(name):
+def test_a_run_survives_a_machine(name="ppo_atari_ray"):
     """Of three of Ray's nodes on this one, of which one vanishes with its worker and its results; a new one comes."""
     flags = {"num_workers": 2, "envs_per_worker": 1, "num_minibatches": 2, "save_model": False, "worker_timeout": 20.0}
     flags |= {"env_id": "Breakout-v5" if name in ATARI else "Pendulum-v1", "num_steps": 16, "total_timesteps": 16 * 20}

@@ -374,12 +374,12 @@ def print_memory(name: str, args: dict):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sac_continuous_action", "dqn_torchcompile", "dqn_lru_torchcompile"])
+@pytest.mark.parametrize("name", ["sac_continuous_action", "dqn_torchcompile"])
 def test_nothing_grows_with_time(name, fork_server):
     """After twice as many steps as when the replay was full, memory in use is the same."""
     args = tiny(name) | {"total_timesteps": 3000, "batch_size": 8, "cuda": False, "save_model": False}
     args |= {"target_network_frequency": 10, "train_frequency": 1} if "dqn" in name else {}
-    args |= {"compile": True} if name == "dqn_torchcompile" else {}  # the others would take a minute to compile
+    args |= {"compile": True} if name == "dqn_torchcompile" else {}
     [(code, output)] = forked(print_memory, (name, args))
     assert code == 0, output
     short, long = map(int, output.splitlines()[-1].split()[1:])

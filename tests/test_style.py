@@ -13,30 +13,18 @@ DIVIDER = (
 )
 
 
-OVER = {  # scripts that are still too long: no more lines than these
-    "ppo_lru": 511,
-    "ppo_rnn": 514,
-    "a2c_device_env": 523,
-    "ppo_continuous_action": 539,
-    "ppo_device_env": 556,
-    "ppo_lru_torchcompile": 603,
-    "ppo_continuous_action_torchcompile": 607,
-    "ppo_device_env_torchcompile": 612,
-    "ppo_rnn_torchcompile": 635,
-    "ppo_atari_ray_torchcompile": 777,
-    "ppo_continuous_action_ray_torchcompile": 806,
-}
+# Lines on top, for what other scripts find in a library: running statistics, recurrent cells, simulators.
+OWN = {"def update_stats(": 50, "def lru(": 35, "def gru(": 60, "ENVS = {": 80}
 
 
 def budget(name: str) -> int:
     """Lines, every one counted."""
-    if name in OVER:
-        return OVER[name]
     if name == "play":
         return 180
+    own = sum(lines for start, lines in OWN.items() if start in source(name))
     if "_ray" in name:
-        return 740
-    return 580 if name.endswith(("_torchcompile", "_multigpu")) else 480
+        return 740 + own
+    return (580 if name.endswith(("_torchcompile", "_multigpu")) else 480) + own
 
 
 def source(name: str) -> str:
@@ -59,7 +47,7 @@ def test_a_script_can_be_read_in_ten_minutes(name):
     assert len(lines) <= budget(name)
     widths = sorted(len(line) for line in lines if line.strip())
     assert widths[-1] <= 120
-    assert widths[len(widths) * 9 // 10] <= (110 if "_ray" in name else 106)
+    assert widths[len(widths) * 9 // 10] <= (106)
     assert len(ast.get_docstring(ast.parse(source(name))).splitlines()) <= 14
 
 
