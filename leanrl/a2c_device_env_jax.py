@@ -242,7 +242,7 @@ def rollout(agent: dict, env: type, envs: dict[str, Array], noise: Array, unifor
         logits = apply(agent["actor"], obs)
         action = (logits + noise_t).argmax(-1)  # with Gumbel noise, this samples from softmax(logits)
         logprob, entropy = categorical_logprob_entropy(action, logits)
-        valid = ~envs["done"]  # an env whose episode has ended only resets
+        valid = ~envs["done"]  # where the last step ended an episode, this one only resets
         envs, reward, terminated = step_device(env, envs, action, uniform_t)
         row = {"obs": obs, "logprob": logprob, "entropy": entropy, "valid": valid * 1.0, "reward": reward}
         return envs, row | {"terminated": terminated * 1.0, "done": envs["done"] * 1.0}

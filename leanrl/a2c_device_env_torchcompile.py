@@ -13,7 +13,7 @@ Plain twin: a2c_device_env.py. docs/performance.md explains each perf[name].
 Shapes: T = num_steps, N = num_envs; O = size of an observation, A = number of actions.
 Differences from the paper:
 1. Adam instead of RMSProp, advantages by GAE, and one learner whose envs step together.
-2. Values are bootstrapped through a truncation; the step in which an env resets itself is masked out.
+2. Values are bootstrapped through a truncation; a step that only resets an env is masked out.
 """
 
 import json
@@ -352,7 +352,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         """Acts in all envs and steps them. Returns what they are then, and a row of the rollout, (N, ..) of each."""
         obs = env.observation(envs["state"])
         action = (agent.actor(obs.float()) + noise).argmax(-1)  # with Gumbel noise, this samples from softmax(logits)
-        valid = ~envs["done"]  # an env whose episode has ended only resets
+        valid = ~envs["done"]  # where the last step ended an episode, this one only resets
         envs, reward, terminated = step_device(env, envs, action, uniform)
         row = {"obs": obs, "action": action, "valid": valid.float(), "reward": reward}
         return envs, row | {"terminated": terminated.float(), "done": envs["done"].float()}
@@ -414,7 +414,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if last_returns:
             writer.add_scalar("charts/episodic_return", metrics["episodic_return"], global_step)
             writer.add_scalar("charts/episodic_length", envs["last_length"][ended].float().mean(), global_step)
-        is_due = global_step // interval > clock[1] // interval
+        is_due = global_step // interval > clock[1] // interval  # passed since the last report
         clock = time.perf_counter(), global_step
         if is_due or signals:
             kept = {"iteration": iteration + 1, "rng_state": random.get_rng_state()}

@@ -69,7 +69,7 @@ class Args:
     train_frequency: int = 40  # env steps between updates
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -82,7 +82,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
     try:
         env = gym.make(args.env_id, **json.loads(args.env_kwargs))
         obs_dim = gym.spaces.flatdim(env.observation_space)
-    except Exception as error:  # of the env's code, too
+    except Exception as error:  # the env's own code may raise anything
         fail(f"cannot make the env {args.env_id!r} with {args.env_kwargs}: {error}")  # the error names similar envs
     if obs_dim > 4096:
         fail(f"{args.env_id} observes {env.observation_space}; needed: vectors of at most 4,096 numbers, not images.")
@@ -92,7 +92,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
-    """Steps every env into the arrays after `action`; returns (return, length) of the episodes that ended."""
+    """Steps each env, writes the arrays from `obs` on, and returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
         if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
@@ -110,7 +110,7 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all by seed and step: what follows depends on these alone. Returns the first observations."""
+    """Seeds all generators and resets the envs, by seed and step alone; returns the first observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
@@ -179,6 +179,8 @@ class GreedyRecurrentQNetwork(nn.Module):
         return action + self.first_action, torch.cat([state, nn.functional.one_hot(action, num_actions)], -1)
 
 
+# A ring has C rows. Row t % C holds, of each env, the observation at time t, and the action, reward, terminated and
+# valid of the step that led to it: valid is 0 if it only reset the env.
 def split_row(row, obs_dim: int):
     """Views of the parts of replay rows (.., O + A + 3): obs, action, reward, terminated, valid."""
     return row[..., :obs_dim], row[..., obs_dim:-3], row[..., -3], row[..., -2], row[..., -1]
@@ -252,13 +254,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     first_action = int(envs[0].action_space.start)
     run_dir, writer, device = start_run(args, saved)
 
-    # Row t % C of the ring has the observation at time t, and the action, reward, terminated and valid of the step that
-    # led to it. `row` is the newest, on the host; writing to its parts fills it.
     ring = torch.zeros(max(args.buffer_size // N, 1) + 1, N, obs_dim + num_actions + 3, device=device)
     states = torch.zeros(len(ring) // args.state_interval + 1, N, 2 * args.hidden_size, device=device)
     row = torch.zeros(N, obs_dim + num_actions + 3)
-    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)
-    truncated = np.full(N, first_step > 0)  # a resumed run begins with a reset, as the run did that was saved
+    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views of the newest row
+    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as a run goes on after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
     memory = torch.zeros(N, 2 * args.hidden_size, device=device)  # what has been seen of the open episodes
     q_network = LRUQNetwork(obs_dim + num_actions, num_actions, args.hidden_size).to(device)
@@ -301,7 +301,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), args.tau)
 
         # step and store
-        valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
+        valid[:] = 1 - np.maximum(terminated, truncated)  # where the last step ended an episode, this one only resets
         row_action[:] = np.eye(num_actions)[action] * valid[:, None]  # no action precedes an episode
         global_step += N
         for return_, length in step_envs(envs, first_action + action, obs, reward, terminated, truncated, totals):
@@ -314,7 +314,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if global_step % REPORT_INTERVAL < N or step + 1 == total_steps or signals:
             metrics = report(losses, q_network.parameters(), last_returns, global_step, clock, writer, progress)
             writer.add_scalar("charts/epsilon", epsilon, global_step)
-            is_due = global_step // interval > clock[1] // interval
+            is_due = global_step // interval > clock[1] // interval  # passed since the last report
             clock = time.perf_counter(), global_step
             if is_due or signals:
                 kept = {"step": step + 1, "states": states, "last_returns": list(last_returns)}

@@ -11,8 +11,8 @@ Paper: Mnih et al. 2015, https://www.nature.com/articles/nature14236.
 Plain twin: dqn.py. docs/performance.md explains each perf[name].
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = number of actions.
 Differences from CleanRL's dqn.py:
-1. The loop is act, learn, step, store: a GPU learns while the envs step. New rows are drawn a step later.
-2. Each observation is stored once. A step in which an env resets itself is drawn anew, or gets weight 0.
+1. The loop is act, learn, step, store: a GPU learns while the envs step. A step can be drawn one turn later.
+2. Each observation is stored once. Where a drawn step only reset an env, another draw replaces it, or it has weight 0.
 """
 
 import copy
@@ -74,7 +74,7 @@ class Args:
     cudagraphs: bool = False  # capture the update as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -87,7 +87,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
     try:
         env = gym.make(args.env_id, **json.loads(args.env_kwargs))
         obs_dim = gym.spaces.flatdim(env.observation_space)
-    except Exception as error:  # of the env's code, too
+    except Exception as error:  # the env's own code may raise anything
         fail(f"cannot make the env {args.env_id!r} with {args.env_kwargs}: {error}")  # the error names similar envs
     if obs_dim > 4096:
         fail(f"{args.env_id} observes {env.observation_space}; needed: vectors of at most 4,096 numbers, not images.")
@@ -97,7 +97,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
-    """Steps every env into the arrays after `action`; returns (return, length) of the episodes that ended."""
+    """Steps each env, writes the arrays from `obs` on, and returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
         if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
@@ -115,14 +115,14 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all by seed and step: what follows depends on these alone. Returns the first observations."""
+    """Seeds all generators and resets the envs, by seed and step alone; returns the first observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
         env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # simulators take 31 bits
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # some simulators want 31 bits
 
 
 class QNetwork(nn.Module):
@@ -150,14 +150,16 @@ class GreedyQNetwork(nn.Module):
         return self.q_network(obs).argmax(-1) + self.first_action
 
 
+# A ring has C rows. Row t % C holds, of each env, the observation at time t, and the action, reward, terminated and
+# valid of the step that led to it: valid is 0 if it only reset the env. A transition is two neighbouring rows.
 def split_row(row, obs_dim: int):
     """Views of the parts of replay rows (.., O + A + 3): obs, action, reward, terminated, valid."""
     return row[..., :obs_dim], row[..., obs_dim:-3], row[..., -3], row[..., -2], row[..., -1]
 
 
-# perf[ring] the host sends each row once, and the place where it goes is counted on the device
+# perf[ring] the host sends each row once, and the device counts where it goes
 def insert_(ring: Tensor, newest: Tensor, rows: Tensor):
-    """Puts rows (K, N, row_size) into the next places of the ring, and moves the time `newest` () on by K."""
+    """Puts K rows (K, N, O + A + 3) into the next places of the ring, and adds K to the time of the newest one."""
     index = newest + torch.arange(1, len(rows) + 1, device=ring.device)
     ring.index_copy_(0, index % len(ring), rows)
     newest.add_(len(rows))
@@ -190,10 +192,10 @@ def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
 
 def sample(ring: Tensor, newest: int | Tensor, pairs: int | Tensor, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
     """A batch of transitions, drawn uniformly from the last `pairs` pairs of rows up to time `newest`."""
-    rows, num_envs, _ = ring.shape
-    # Three draws for each place in the batch, in case that one is a reset. Float32 would miss rows of a large ring.
+    rows, num_envs, _ = ring.shape  # float64 below, since float32 would miss rows of a large ring
+    # A draw is rows back from the newest, times envs, plus an env. A place of the batch has three: one may be a reset.
     draws = (torch.rand(3, batch_size, dtype=torch.float64, device=ring.device) * (pairs * num_envs)).long()
-    is_valid = ring[(newest - draws // num_envs) % rows, draws % num_envs, -1]  # (3, B); 0: an env reset itself
+    is_valid = ring[(newest - draws // num_envs) % rows, draws % num_envs, -1]  # (3, B); 0: a mere reset
     draw = draws.gather(0, is_valid.argmax(0, keepdim=True))[0]  # (B,), the first valid one
     t = newest - draw // num_envs
     i = draw % num_envs
@@ -248,12 +250,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
 
-    # Row t % C of the ring has the observation at time t, and the action, reward, terminated and valid of the step that
-    # led to it: a transition is two neighbouring rows. `row` is the newest, on the host; writing to its parts fills it.
     ring = torch.zeros(max(args.buffer_size // N, 1) + 1, N, obs_dim + 1 + 3, device=device)
     row = torch.zeros(N, obs_dim + 1 + 3)
-    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)
-    truncated = np.full(N, first_step > 0)  # a resumed run begins with a reset, as the run did that was saved
+    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views of the newest row
+    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as a run goes on after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
     # perf[ring] rows go to the device with the update, many at a time
     num_rows = args.train_frequency // N
@@ -265,7 +265,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     shapes = {name: p.shape for name, p in q_network.named_parameters()}
     flat = nn.utils.parameters_to_vector(q_network.parameters())  # perf[flat]
     nn.utils.vector_to_parameters(flat, q_network.parameters())  # from here on they are views of the vector
-    # perf[graph] the state of a run is tensors alone
+    # perf[graph] the state of a run is tensors alone, which are updated in place
     state = {"flat": flat, "target_flat": copy.deepcopy(flat), "adam": adam_state([flat]), "newest": newest}
     state["lr"] = torch.full((), args.learning_rate, device=device)  # perf[tensor]
     obs[:] = start_anew(args.seed, first_step, envs)
@@ -338,7 +338,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
         # step and store
         row_action[:, 0] = action
-        valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
+        valid[:] = 1 - np.maximum(terminated, truncated)  # where the last step ended an episode, this one only resets
         global_step += N
         for return_, length in step_envs(envs, action, obs, reward, terminated, truncated, totals):
             writer.add_scalar("charts/episodic_return", return_, global_step)
@@ -352,7 +352,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if global_step % REPORT_INTERVAL < N or step + 1 == total_steps or signals:
             metrics = report(losses, [flat], last_returns, global_step, clock, writer, progress)
             writer.add_scalar("charts/epsilon", epsilon[now, 0], global_step)
-            is_due = global_step // interval > clock[1] // interval
+            is_due = global_step // interval > clock[1] // interval  # passed since the last report
             clock = time.perf_counter(), global_step
             if is_due or signals:
                 kept = {"step": step + 1, "last_returns": list(last_returns)}

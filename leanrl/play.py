@@ -164,7 +164,7 @@ def play(args: Args) -> dict:
         args.env_kwargs = args.env_kwargs or card.get("env_kwargs")
     try:
         env = make_env(args, is_atari, examples[0], action)
-    except Exception as error:  # of the env's code, too
+    except Exception as error:  # the env's own code may raise anything
         fail(f"cannot play in {args.env_id!r} with {args.env_kwargs or {}}: {error}")
     seeds = np.random.SeedSequence([PLAY, args.seed]).generate_state(args.episodes) // 2  # 31 bits
     episodes = [play_episode(policy, examples, env, seed) for seed in seeds.tolist()]

@@ -67,7 +67,7 @@ class Args:
     target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -269,7 +269,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     clock = time.perf_counter(), global_step  # of the last report
     interval = args.checkpoint_interval or math.inf
-    starts_anew = bool(saved)  # as the run did that was saved
+    starts_anew = bool(saved)  # as a run goes on after a save
 
     for iteration in range(first_iteration, num_iterations):
         if starts_anew:  # with a new pool, since EnvPool cannot seed one that exists
@@ -286,7 +286,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             env_action = action_buffer[t].cpu().numpy()  # waits for the GPU; so does the copy of the frames
 
             # step and store
-            valid = ~done  # an env whose episode has ended only resets
+            valid = ~done  # where the last step ended an episode, this one only resets
             global_step += N
             obs, reward, terminated, truncated, info = envs.step(env_action)
             for game in games_that_end(info, truncated, scores):

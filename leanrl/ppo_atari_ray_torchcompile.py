@@ -89,7 +89,7 @@ class Args:
     cudagraphs: bool = False  # capture an epoch of updates as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -322,7 +322,7 @@ class Players:
         for t in range(T):
             obs[t] = self.obs
             action[t], logprob[t], value[t] = act_on_frames(agent, torch.as_tensor(self.obs), noise[t])
-            valid = ~self.done  # an env whose episode has ended only resets
+            valid = ~self.done  # where the last step ended an episode, this one only resets
             self.obs, reward, terminated, truncated, info = self.envs.step(action[t])
             games += [(t, float(game["r"]), int(game["l"])) for game in games_that_end(info, truncated, self.scores)]
             self.done = terminated | truncated
@@ -510,7 +510,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     clock = time.perf_counter(), global_step  # of the last report
     interval = args.checkpoint_interval or math.inf
-    starts_anew = bool(saved)  # as the run did that was saved
+    starts_anew = bool(saved)  # as a run goes on after a save
     received = []  # calls and their rollouts
     update = partial(learn_from_stacks_, agent, state, batch, args)
     if args.compile:  # perf[graph]

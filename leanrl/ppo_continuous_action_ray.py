@@ -77,7 +77,7 @@ class Args:
     worker_timeout: float = 300.0  # seconds for a call, maybe a rollout; then a worker is replaced
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -90,7 +90,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
     try:
         env = gym.make(args.env_id, **json.loads(args.env_kwargs))
         obs_dim = gym.spaces.flatdim(env.observation_space)
-    except Exception as error:  # of the env's code, too
+    except Exception as error:  # the env's own code may raise anything
         fail(f"cannot make the env {args.env_id!r} with {args.env_kwargs}: {error}")  # the error names similar envs
     if obs_dim > 4096:
         fail(f"{args.env_id} observes {env.observation_space}; needed: vectors of at most 4,096 numbers, not images.")
@@ -100,7 +100,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
-    """Steps every env into the arrays after `action`; returns (return, length) of the episodes that ended."""
+    """Steps each env, writes the arrays from `obs` on, and returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
         if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
@@ -498,7 +498,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return np.concatenate(workers.reset(range(args.num_workers), iteration))
 
     discounted_return = np.zeros(N)
-    done = np.full(N, first_iteration > 0)  # a resumed run begins with a reset, as the run did that was saved
+    done = np.full(N, first_iteration > 0)  # a resumed run begins with resets, as a run goes on after a save
     obs_stats = np.zeros((4, obs_dim))
     return_stats = np.zeros((4, 1))
     normalizer = [torch.from_numpy(x) for x in (obs_stats, return_stats, discounted_return)]  # for checkpoints
@@ -559,7 +559,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         metrics["lost_workers"] = workers.lost
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         writer.add_scalar("charts/lost_workers", metrics["lost_workers"], global_step)
-        is_due = global_step // interval > clock[1] // interval
+        is_due = global_step // interval > clock[1] // interval  # passed since the last report
         clock = time.perf_counter(), global_step
         if is_due or signals:
             kept = {"iteration": iteration + 1, "last_returns": list(last_returns)}

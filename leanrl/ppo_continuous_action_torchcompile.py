@@ -12,7 +12,7 @@ Plain twin: ppo_continuous_action.py. docs/performance.md explains each perf[nam
 Shapes: T = num_steps, N = num_envs, B = T * N, the rows of a rollout; O, A = sizes of an observation and an action.
 Differences from CleanRL's ppo_continuous_action.py:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
-2. The step in which an env resets itself is masked out of the losses and the statistics of rewards.
+2. A step that only resets an env is masked out of the losses and the statistics of rewards.
 3. All envs share one normalizer of observations and one of rewards, which start without a prior.
 4. The policy's actions are scaled, so that -1 .. 1 spans the bounds of the env, and then clipped.
 """
@@ -78,7 +78,7 @@ class Args:
     cudagraphs: bool = False  # capture an epoch of updates as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -91,7 +91,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
     try:
         env = gym.make(args.env_id, **json.loads(args.env_kwargs))
         obs_dim = gym.spaces.flatdim(env.observation_space)
-    except Exception as error:  # of the env's code, too
+    except Exception as error:  # the env's own code may raise anything
         fail(f"cannot make the env {args.env_id!r} with {args.env_kwargs}: {error}")  # the error names similar envs
     if obs_dim > 4096:
         fail(f"{args.env_id} observes {env.observation_space}; needed: vectors of at most 4,096 numbers, not images.")
@@ -101,7 +101,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
-    """Steps every env into the arrays after `action`; returns (return, length) of the episodes that ended."""
+    """Steps each env, writes the arrays from `obs` on, and returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
         if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
@@ -119,14 +119,14 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all by seed and step: what follows depends on these alone. Returns the first observations."""
+    """Seeds all generators and resets the envs, by seed and step alone; returns the first observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
         env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # simulators take 31 bits
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # some simulators want 31 bits
 
 
 def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
@@ -331,7 +331,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     reward, discounted_return = np.zeros((2, N))
     terminated = np.zeros(N, bool)
-    truncated = np.full(N, first_iteration > 0)  # a resumed run begins with a reset, as the run did that was saved
+    truncated = np.full(N, first_iteration > 0)  # a resumed run begins with resets, as a run goes on after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
     obs_stats = np.zeros((4, obs_dim))
     return_stats = np.zeros((4, 1))
@@ -384,7 +384,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             # step and store
             env_action = center + scale * action.reshape(N, *action_space.shape)
             env_action = env_action.clip(action_space.low, action_space.high)
-            valid = ~(terminated | truncated)  # an env whose episode has ended only resets
+            valid = ~(terminated | truncated)  # where the last step ended an episode, this one only resets
             global_step += N
             for return_, length in step_envs(envs, env_action, raw_obs, reward, terminated, truncated, totals):
                 writer.add_scalar("charts/episodic_return", return_, global_step)
@@ -419,13 +419,13 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         losses["explained_variance"] = explained_variance(batch)
         metrics = report(losses, agent.parameters(), last_returns, global_step, clock, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
-        is_due = global_step // interval > clock[1] // interval
+        is_due = global_step // interval > clock[1] // interval  # passed since the last report
         clock = time.perf_counter(), global_step
         if is_due or signals:
             kept = {"iteration": iteration + 1, "last_returns": list(last_returns)}
             kept["state"] = tree_leaves(state)  # perf[graph]
             save_checkpoint(run_dir, args, kept)
-            start_anew(args.seed, iteration + 1, envs)
+            start_anew(args.seed, iteration + 1, envs)  # as a run does that resumes here
             truncated[:] = True  # the next step resets every env
         if signals:
             break

@@ -293,7 +293,7 @@ def iterate(args: Args, learner: dict, envs: dict, lr: Array, noise: Array, unif
         logits = apply(actor, obs)
         action = (logits + noise_t).argmax(-1)  # with Gumbel noise, this samples from softmax(logits)
         logprob, _ = categorical_logprob_entropy(action, logits)
-        valid = ~envs["done"]  # an env whose episode has ended only resets
+        valid = ~envs["done"]  # where the last step ended an episode, this one only resets
         envs, reward, terminated = step_device(env, envs, action, uniform_t)
         row = {"obs": obs, "action": action, "logprob": logprob, "valid": valid * 1.0}
         return envs, row | {"reward": reward, "terminated": terminated * 1.0, "done": envs["done"] * 1.0}

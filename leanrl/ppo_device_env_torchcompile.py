@@ -12,7 +12,7 @@ Plain twin: ppo_device_env.py. docs/performance.md explains each perf[name].
 Shapes: T = num_steps, N = num_envs, B = T * N, rows of a rollout; O = size of an observation, A = number of actions.
 Differences from CleanRL's ppo.py:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
-2. The step in which an env resets itself is masked out of the losses and the statistics.
+2. A step that only resets an env is masked out of the losses and the statistics.
 3. A checkpoint holds the envs, too, so a resumed run goes on in the middle of their episodes.
 """
 
@@ -367,7 +367,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         logits = agent.actor(obs.float())
         action = (logits + noise).argmax(-1)  # with Gumbel noise, this samples from softmax(logits)
         logprob, _ = categorical_logprob_entropy(action, logits)
-        valid = ~envs["done"]  # an env whose episode has ended only resets
+        valid = ~envs["done"]  # where the last step ended an episode, this one only resets
         envs, reward, terminated = step_device(env, envs, action, uniform)
         row = {"obs": obs, "action": action, "logprob": logprob, "valid": valid.float()}
         return envs, row | {"reward": reward, "terminated": terminated.float(), "done": envs["done"].float()}
@@ -446,7 +446,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         if last_returns:
             writer.add_scalar("charts/episodic_return", metrics["episodic_return"], global_step)
             writer.add_scalar("charts/episodic_length", envs["last_length"][ended].float().mean(), global_step)
-        is_due = global_step // interval > clock[1] // interval
+        is_due = global_step // interval > clock[1] // interval  # passed since the last report
         clock = time.perf_counter(), global_step
         if is_due or signals:
             kept = {"iteration": iteration + 1, "rng_state": random.get_rng_state()}

@@ -11,11 +11,11 @@ Paper: Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905, whose equations a
 Fast twin: sac_continuous_action_torchcompile.py. `diff -u` the two files to see what makes it faster.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = size of an action.
 Differences from CleanRL's sac_continuous_action.py:
-1. The loop is act, learn, step, store: a GPU learns while the envs step. New rows are drawn a step later.
-2. Each observation is stored once. A step in which an env resets itself is drawn anew, or gets weight 0.
+1. The loop is act, learn, step, store: a GPU learns while the envs step. A step can be drawn one turn later.
+2. Each observation is stored once. Where a drawn step only reset an env, another draw replaces it, or it has weight 0.
 3. With several envs there is one update per env step, not one per step of all envs.
 4. The temperature reuses the log-probabilities of the actor's loss instead of sampling actions again.
-5. The networks see actions scaled to -1 .. 1.
+5. The networks see actions scaled to -1 .. 1, and log-probabilities are of these.
 """
 
 import copy
@@ -62,13 +62,13 @@ class Args:
     tau: float = 0.005  # how far the target networks move towards the trained ones at each of their updates
     batch_size: int = 256  # transitions per update
     learning_starts: int = 5_000  # env steps with random actions before the first update
-    policy_frequency: int = 2  # update the actor after every so many critic updates, and that many times
+    policy_frequency: int = 2  # critic updates between two turns of the actor, which makes as many updates at once
     target_network_frequency: int = 1  # update the target networks after every so many critic updates
     alpha: float = 0.2  # temperature (weight of the entropy), used with --no-autotune
     autotune: bool = True  # learn the temperature
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -81,7 +81,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
     try:
         env = gym.make(args.env_id, **json.loads(args.env_kwargs))
         obs_dim = gym.spaces.flatdim(env.observation_space)
-    except Exception as error:  # of the env's code, too
+    except Exception as error:  # the env's own code may raise anything
         fail(f"cannot make the env {args.env_id!r} with {args.env_kwargs}: {error}")  # the error names similar envs
     if obs_dim > 4096:
         fail(f"{args.env_id} observes {env.observation_space}; needed: vectors of at most 4,096 numbers, not images.")
@@ -91,7 +91,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
-    """Steps every env into the arrays after `action`; returns (return, length) of the episodes that ended."""
+    """Steps each env, writes the arrays from `obs` on, and returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
         if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
@@ -109,14 +109,14 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all by seed and step: what follows depends on these alone. Returns the first observations."""
+    """Seeds all generators and resets the envs, by seed and step alone; returns the first observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
         env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # simulators take 31 bits
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # some simulators want 31 bits
 
 
 class GaussianActor(nn.Module):
@@ -140,7 +140,7 @@ class GaussianActor(nn.Module):
 
 
 class GreedyActor(nn.Module):
-    """The policy without noise, as it is exported: its actions lie within the env's bounds."""
+    """The policy without noise, as it is exported: its actions are scaled to the env's bounds."""
 
     def __init__(self, actor: GaussianActor, center: np.ndarray, scale: np.ndarray):
         super().__init__()
@@ -166,6 +166,8 @@ class Critic(nn.Module):
         return self.layers(torch.cat([obs, action], -1)).squeeze(-1)
 
 
+# A ring has C rows. Row t % C holds, of each env, the observation at time t, and the action, reward, terminated and
+# valid of the step that led to it: valid is 0 if it only reset the env. A transition is two neighbouring rows.
 def split_row(row, obs_dim: int):
     """Views of the parts of replay rows (.., O + A + 3): obs, action, reward, terminated, valid."""
     return row[..., :obs_dim], row[..., obs_dim:-3], row[..., -3], row[..., -2], row[..., -1]
@@ -173,10 +175,10 @@ def split_row(row, obs_dim: int):
 
 def sample(ring: Tensor, newest: int | Tensor, pairs: int | Tensor, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
     """A batch of transitions, drawn uniformly from the last `pairs` pairs of rows up to time `newest`."""
-    rows, num_envs, _ = ring.shape
-    # Three draws for each place in the batch, in case that one is a reset. Float32 would miss rows of a large ring.
+    rows, num_envs, _ = ring.shape  # float64 below, since float32 would miss rows of a large ring
+    # A draw is rows back from the newest, times envs, plus an env. A place of the batch has three: one may be a reset.
     draws = (torch.rand(3, batch_size, dtype=torch.float64, device=ring.device) * (pairs * num_envs)).long()
-    is_valid = ring[(newest - draws // num_envs) % rows, draws % num_envs, -1]  # (3, B); 0: an env reset itself
+    is_valid = ring[(newest - draws // num_envs) % rows, draws % num_envs, -1]  # (3, B); 0: a mere reset
     draw = draws.gather(0, is_valid.argmax(0, keepdim=True))[0]  # (B,), the first valid one
     t = newest - draw // num_envs
     i = draw % num_envs
@@ -251,12 +253,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         fail(f"{args.env_id} takes actions in {action_space}; needed: floats with finite bounds, low below high.")
     run_dir, writer, device = start_run(args, saved)
 
-    # Row t % C of the ring has the observation at time t, and the action, reward, terminated and valid of the step that
-    # led to it: a transition is two neighbouring rows. `row` is the newest, on the host; writing to its parts fills it.
     ring = torch.zeros(max(args.buffer_size // N, 1) + 1, N, obs_dim + action_dim + 3, device=device)
     row = torch.zeros(N, obs_dim + action_dim + 3)
-    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)
-    truncated = np.full(N, first_step > 0)  # a resumed run begins with a reset, as the run did that was saved
+    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views of the newest row
+    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as a run goes on after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
     actor = GaussianActor(obs_dim, action_dim).to(device)
     critics = nn.ModuleList(Critic(obs_dim, action_dim) for _ in range(2)).to(device)
@@ -287,7 +287,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         batch = sample(ring, newest, min(newest, len(ring) - 1), args.batch_size, obs_dim)
         losses = learn_soft_critics(batch, actor, critics, critics_target, log_alpha, critics_optimizer, updates, args)
         if updates % args.policy_frequency == 0:
-            for _ in range(args.policy_frequency):  # as many as the critics have had since
+            for _ in range(args.policy_frequency):  # one for each critic update since its last turn
                 losses |= learn_soft_actor(batch, actor, critics, log_alpha, actor_optimizer, alpha_optimizer, args)
         return losses
 
@@ -298,7 +298,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         else:
             with torch.no_grad():
                 action, _ = actor(ring[step % len(ring), :, :obs_dim])
-        action = action.cpu().numpy()  # waits for the actor alone, so a GPU learns while the envs step
+        action = action.cpu().numpy()  # waits for the actor; the update comes next, beside the envs
 
         # learn
         for _ in range(N if step >= random_steps else 0):
@@ -308,7 +308,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # step and store
         row_action[:] = action
         env_action = (center + scale * action.reshape(N, *action_space.shape)).clip(action_space.low, action_space.high)
-        valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
+        valid[:] = 1 - np.maximum(terminated, truncated)  # where the last step ended an episode, this one only resets
         global_step = (step + 1) * N
         for return_, length in step_envs(envs, env_action, obs, reward, terminated, truncated, totals):
             writer.add_scalar("charts/episodic_return", return_, global_step)
@@ -319,14 +319,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # report and save
         if global_step % REPORT_INTERVAL < N or step + 1 == total_steps or signals:
             metrics = report(losses, networks.parameters(), last_returns, global_step, clock, writer, progress)
-            is_due = global_step // interval > clock[1] // interval
+            is_due = global_step // interval > clock[1] // interval  # passed since the last report
             clock = time.perf_counter(), global_step
             if is_due or signals:
                 kept = {"step": step + 1, "last_returns": list(last_returns)}
                 kept |= {"networks": networks.state_dict(), "optimizers": [x.state_dict() for x in optimizers]}
                 kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
                 save_checkpoint(run_dir, args, kept)
-                start_anew(args.seed, step + 1, envs)
+                start_anew(args.seed, step + 1, envs)  # as a run does that resumes here
                 truncated[:] = True  # the next step resets every env
             if signals:
                 break

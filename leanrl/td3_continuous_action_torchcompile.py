@@ -11,8 +11,8 @@ Paper: Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477, whose equations a
 Plain twin: td3_continuous_action.py. docs/performance.md explains each perf[name].
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = size of an action.
 Differences from CleanRL's td3_continuous_action.py:
-1. The loop is act, learn, step, store: a GPU learns while the envs step. New rows are drawn a step later.
-2. Each observation is stored once. A step in which an env resets itself is drawn anew, or gets weight 0.
+1. The loop is act, learn, step, store: a GPU learns while the envs step. A step can be drawn one turn later.
+2. Each observation is stored once. Where a drawn step only reset an env, another draw replaces it, or it has weight 0.
 3. With several envs there is one update per env step, not one per step of all envs.
 4. The networks see actions scaled to -1 .. 1.
 """
@@ -44,7 +44,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 REPORT_INTERVAL = 500  # env steps between two reports
-# perf[capture] what an update returns; one without the actor, the first five
+# perf[capture] names of what an update returns, in order; an update of the critics alone returns the first five
 TD3_LOSSES = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss")
 
 
@@ -77,7 +77,7 @@ class Args:
     bf16: bool = False  # multiply the layers of 256 x 256 in bfloat16
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which truncate all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -90,7 +90,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
     try:
         env = gym.make(args.env_id, **json.loads(args.env_kwargs))
         obs_dim = gym.spaces.flatdim(env.observation_space)
-    except Exception as error:  # of the env's code, too
+    except Exception as error:  # the env's own code may raise anything
         fail(f"cannot make the env {args.env_id!r} with {args.env_kwargs}: {error}")  # the error names similar envs
     if obs_dim > 4096:
         fail(f"{args.env_id} observes {env.observation_space}; needed: vectors of at most 4,096 numbers, not images.")
@@ -100,7 +100,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
-    """Steps every env into the arrays after `action`; returns (return, length) of the episodes that ended."""
+    """Steps each env, writes the arrays from `obs` on, and returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
         if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
@@ -118,14 +118,14 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all by seed and step: what follows depends on these alone. Returns the first observations."""
+    """Seeds all generators and resets the envs, by seed and step alone; returns the first observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
         env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # simulators take 31 bits
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # some simulators want 31 bits
 
 
 class Actor(nn.Module):
@@ -168,25 +168,27 @@ class Critic(nn.Module):
 
 
 def call_critics(critic: Critic, params: dict, obs: Tensor, action: Tensor) -> Tensor:  # -> (2, B)
-    # perf[vmap] the parameters are those of both critics, stacked; `critic` lends its code alone
+    # perf[vmap] params are the weights of both critics, stacked; `critic` lends its code, its weights go stale
     return vmap(lambda p: functional_call(critic, p, (obs, action)))(params)
 
 
 def multiply_in_bfloat16(layers: nn.Sequential):  # perf[bf16]
-    """Lets the layer of 256 x 256, which is nine tenths of the work, multiply in bfloat16."""
+    """Lets the layer of 256 x 256 multiply in bfloat16; with short observations it is nine tenths of the work."""
     linear = layers[2]
     multiply = nn.functional.linear
     linear.forward = lambda x: multiply(x.bfloat16(), linear.weight.bfloat16()).to(linear.bias.dtype) + linear.bias
 
 
+# A ring has C rows. Row t % C holds, of each env, the observation at time t, and the action, reward, terminated and
+# valid of the step that led to it: valid is 0 if it only reset the env. A transition is two neighbouring rows.
 def split_row(row, obs_dim: int):
     """Views of the parts of replay rows (.., O + A + 3): obs, action, reward, terminated, valid."""
     return row[..., :obs_dim], row[..., obs_dim:-3], row[..., -3], row[..., -2], row[..., -1]
 
 
-# perf[ring] the host sends each row once, and the place where it goes is counted on the device
+# perf[ring] the host sends each row once, and the device counts where it goes
 def insert_(ring: Tensor, newest: Tensor, rows: Tensor):
-    """Puts rows (K, N, row_size) into the next places of the ring, and moves the time `newest` () on by K."""
+    """Puts K rows (K, N, O + A + 3) into the next places of the ring, and adds K to the time of the newest one."""
     index = newest + torch.arange(1, len(rows) + 1, device=ring.device)
     ring.index_copy_(0, index % len(ring), rows)
     newest.add_(len(rows))
@@ -212,10 +214,10 @@ def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
 
 def sample(ring: Tensor, newest: int | Tensor, pairs: int | Tensor, batch_size: int, obs_dim: int) -> dict[str, Tensor]:
     """A batch of transitions, drawn uniformly from the last `pairs` pairs of rows up to time `newest`."""
-    rows, num_envs, _ = ring.shape
-    # Three draws for each place in the batch, in case that one is a reset. Float32 would miss rows of a large ring.
+    rows, num_envs, _ = ring.shape  # float64 below, since float32 would miss rows of a large ring
+    # A draw is rows back from the newest, times envs, plus an env. A place of the batch has three: one may be a reset.
     draws = (torch.rand(3, batch_size, dtype=torch.float64, device=ring.device) * (pairs * num_envs)).long()
-    is_valid = ring[(newest - draws // num_envs) % rows, draws % num_envs, -1]  # (3, B); 0: an env reset itself
+    is_valid = ring[(newest - draws // num_envs) % rows, draws % num_envs, -1]  # (3, B); 0: a mere reset
     draw = draws.gather(0, is_valid.argmax(0, keepdim=True))[0]  # (B,), the first valid one
     t = newest - draw // num_envs
     i = draw % num_envs
@@ -296,15 +298,13 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
 
-    # Row t % C of the ring has the observation at time t, and the action, reward, terminated and valid of the step that
-    # led to it: a transition is two neighbouring rows. `row` is the newest, on the host; writing to its parts fills it.
     ring = torch.zeros(max(args.buffer_size // N, 1) + 1, N, obs_dim + action_dim + 3, device=device)
-    # perf[pinned] pinned memory: copies of the row and of the action do not wait, and can be captured
+    # perf[pinned] page-locked memory of the host: copies of the row and of the action do not wait, and can be captured
     row = torch.zeros(N, obs_dim + action_dim + 3, pin_memory=on_gpu)
     host_action = torch.zeros(N, action_dim, pin_memory=on_gpu)
     acted = torch.cuda.Event() if on_gpu else torch.cpu.Event()  # perf[overlap] a CPU's event does nothing
-    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)
-    truncated = np.full(N, first_step > 0)  # a resumed run begins with a reset, as the run did that was saved
+    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views of the newest row
+    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as a run goes on after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
     actor = Actor(obs_dim, action_dim).to(device)
     critics = nn.ModuleList(Critic(obs_dim, action_dim) for _ in range(2)).to(device)
@@ -314,7 +314,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     actor_params = dict(actor.requires_grad_(False).named_parameters())
     # perf[vmap] stack the parameters of both critics: one call computes both
     critic_params = {name: p.detach() for name, p in stack_module_state(list(critics))[0].items()}
-    # perf[graph] the state of a run is tensors alone
+    # perf[graph] the state of a run is tensors alone, which are updated in place
     newest = torch.full((), -1, device=device)  # perf[ring] time of the newest row
     networks = {"actor": actor_params, "critics": critic_params}
     adams = {f"{name}_adam": adam_state(params.values()) for name, params in networks.items()}
@@ -338,11 +338,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         batch = sample(ring, newest, newest.clamp(max=len(ring) - 1), args.batch_size, obs_dim)
         return learn_twin_critics_(batch, state, actor, critics[0], args), batch
 
-    def update() -> Tensor:  # perf[capture] a replay copies each result, so there is one
+    def update() -> Tensor:  # perf[capture] one stacked result, since a replay copies each
         losses, _ = learn_critics()
         return torch.stack(list(losses.values()))
 
-    def update_with_actor() -> Tensor:
+    def update_with_actor() -> Tensor:  # perf[graph] a function of its own, since a graph has no if
         losses, batch = learn_critics()
         losses |= learn_dpg_actor_(batch, state, actor, critics[0], args)
         return torch.stack(list(losses.values()))
@@ -382,11 +382,11 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             losses |= dict(zip(TD3_LOSSES, learn()))
         acted.synchronize()  # perf[overlap] wait for act() alone: the GPU learns while the envs step
 
-        # step and store; perf[ring] the row goes to the ring at the start of the next step, in act()
+        # step and store; perf[ring] the next act() or explore() puts the row into the ring
         action = host_action.numpy().clip(-1, 1)
         row_action[:] = action
         env_action = (center + scale * action.reshape(N, *action_space.shape)).clip(action_space.low, action_space.high)
-        valid[:] = 1 - np.maximum(terminated, truncated)  # an env whose episode has ended only resets
+        valid[:] = 1 - np.maximum(terminated, truncated)  # where the last step ended an episode, this one only resets
         global_step = (step + 1) * N
         for return_, length in step_envs(envs, env_action, obs, reward, terminated, truncated, totals):
             writer.add_scalar("charts/episodic_return", return_, global_step)
@@ -396,14 +396,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         # report and save
         if global_step % REPORT_INTERVAL < N or step + 1 == total_steps or signals:
             metrics = report(losses, tree_leaves(networks), last_returns, global_step, clock, writer, progress)
-            is_due = global_step // interval > clock[1] // interval
+            is_due = global_step // interval > clock[1] // interval  # passed since the last report
             clock = time.perf_counter(), global_step
             if is_due or signals:
                 kept = {"step": step + 1, "last_returns": list(last_returns)}
                 kept |= {"state": tree_leaves(state), "row": row}  # perf[graph]
                 kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
                 save_checkpoint(run_dir, args, kept)
-                start_anew(args.seed, step + 1, envs)
+                start_anew(args.seed, step + 1, envs)  # as a run does that resumes here
                 truncated[:] = True  # the next step resets every env
             if signals:
                 break
