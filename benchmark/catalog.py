@@ -91,7 +91,7 @@ CATALOG = {
         gate=(
             {"env_id": "InvertedPendulum-v5", "total_timesteps": 24_576, "num_steps": 1024, "learning_rate": 1e-3},
             50,
-            900,
+            400,
         ),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=1,
@@ -167,7 +167,7 @@ CATALOG = {
         tiny=MEMORY,
         saving={"num_steps": 16, "total_timesteps": 16 * 6 * 2, "checkpoint_interval": 64},
         # an episode pays 1 or -1, each as often without a memory
-        gate=(CUE | {"total_timesteps": 20_480, "learning_rate": 3e-3}, 0.9, 0.9),
+        gate=(CUE | {"total_timesteps": 20_480, "learning_rate": 3e-3}, 0.9, 0.7),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=1,
         peers=peers.RECURRENT_PPO,
@@ -181,7 +181,7 @@ CATALOG = {
         losses=PPO_LOSSES,
         tiny=MEMORY,
         saving={"num_steps": 16, "total_timesteps": 16 * 6 * 2, "checkpoint_interval": 64},
-        gate=(CUE | {"total_timesteps": 20_480, "learning_rate": 3e-3}, 0.9, 0.9),
+        gate=(CUE | {"total_timesteps": 20_480, "learning_rate": 3e-3}, 0.9, 0.7),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=3,  # the update, and of the recurrence a step and its gradient
         peers=peers.RECURRENT_PPO,

@@ -182,7 +182,7 @@ def test_no_two_envs_share_a_stream(odd):
     assert all(0 <= seed < 2**31 for seed in odd.seeds)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", ["sac_continuous_action", "ppo_continuous_action"])
 def test_an_env_may_draw_from_global_generators(monkeypatch, odd, name):
     """It observes nothing but draws. Those of a run and those of its seed are the same, after a resume, too."""
 

@@ -309,7 +309,7 @@ def test_an_epoch_meets_each_env_once(monkeypatch, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "recurrence"), [("ppo_lru", "lru"), ("ppo_rnn", "recur"), ("dqn_lru", "lru")])
+@pytest.mark.parametrize(("name", "recurrence"), [("ppo_lru", "lru"), ("ppo_rnn", "recur")])
 def test_the_same_agent_without_memory_cannot_solve_the_problem(monkeypatch, name, recurrence):
     """With it, it does: test_learning.py."""
     script = load(name)

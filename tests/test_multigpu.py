@@ -248,7 +248,6 @@ def test_the_largest_seed_and_a_signal_too_late_to_stop_anything_do_no_harm(own_
 @pytest.mark.parametrize(
     ("victim", "fault", "flags"),
     [
-        (1, signal.SIGKILL, {}),
         (1, signal.SIGSTOP, {}),
         (0, signal.SIGKILL, {"ddp": False}),  # where all meet
     ],
@@ -342,11 +341,11 @@ def test_bad_input_gets_a_sentence(own_folder, capsys, monkeypatch, flags, messa
 def test_the_local_rank_chooses_the_gpu(monkeypatch):
     """The tenth rank of all is the second one of its node."""
     script = load(SCRIPT)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail(f"would use {device}"))
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(pytest.fail.Exception, match="would use 1"):
+    with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception, match="would use 1"):
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "set_device", lambda device: pytest.fail(f"would use {device}"))
         script.start_rank(script.Args(), {})
 
 

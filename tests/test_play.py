@@ -22,7 +22,7 @@ from torch import nn
 
 GAMES = {name: "Pong-v5" if "atari" in name else entry.tiny["env_id"] for name, entry in CATALOG.items()}
 for name in ("ppo_atari_multigpu", "ppo_atari_ray", "ppo_continuous_action_ray", "ppo_rnn", "a2c_device_env"):
-    del GAMES[name]  # the policy is that of another script
+    del GAMES[name]  # whose policies are those of other scripts
 
 
 class Pushes(nn.Module):
