@@ -11,7 +11,7 @@ Paper: Mnih et al. 2015, https://www.nature.com/articles/nature14236.
 Fast twin: dqn_torchcompile.py. `diff -u` the two files to see what makes it faster.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = number of actions.
 Differences from CleanRL's dqn.py:
-1. The loop is act, learn, step, store: a GPU learns while the envs step. A step can be drawn one turn later.
+1. The loop is act, learn, step, store: a GPU learns while the envs step. A step is drawn a turn later.
 2. Each observation is stored once. Where a drawn step only reset an env, another draw replaces it, or it has weight 0.
 """
 
@@ -66,7 +66,7 @@ class Args:
     train_frequency: int = 10  # env steps between updates
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -107,14 +107,14 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and resets the envs, by seed and step alone; returns the first observations."""
+    """Seeds all generators and resets the envs, by seed and step alone; returns the observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
         env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # some simulators want 31 bits
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # 31 bits
 
 
 class QNetwork(nn.Module):
@@ -206,8 +206,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     ring = torch.zeros(max(args.buffer_size // N, 1) + 1, N, obs_dim + 1 + 3, device=device)
     row = torch.zeros(N, obs_dim + 1 + 3)
-    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views of the newest row
-    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as a run goes on after a save
+    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views
+    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
     q_network = QNetwork(obs_dim, num_actions).to(device)
     target_network = copy.deepcopy(q_network).requires_grad_(False)

@@ -69,7 +69,7 @@ class Args:
     train_frequency: int = 40  # env steps between updates
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -110,7 +110,7 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and resets the envs, by seed and step alone; returns the first observations."""
+    """Seeds all generators and resets the envs, by seed and step alone; returns the observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
@@ -257,8 +257,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     ring = torch.zeros(max(args.buffer_size // N, 1) + 1, N, obs_dim + num_actions + 3, device=device)
     states = torch.zeros(len(ring) // args.state_interval + 1, N, 2 * args.hidden_size, device=device)
     row = torch.zeros(N, obs_dim + num_actions + 3)
-    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views of the newest row
-    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as a run goes on after a save
+    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views
+    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
     memory = torch.zeros(N, 2 * args.hidden_size, device=device)  # what has been seen of the open episodes
     q_network = LRUQNetwork(obs_dim + num_actions, num_actions, args.hidden_size).to(device)

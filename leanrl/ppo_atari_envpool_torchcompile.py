@@ -78,7 +78,7 @@ class Args:
     bf16: bool = False  # compute the network in bfloat16
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases

@@ -77,7 +77,7 @@ class Args:
     worker_timeout: float = 300.0  # seconds for a call, maybe a rollout; then a worker is replaced
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -498,7 +498,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return np.concatenate(workers.reset(range(args.num_workers), iteration))
 
     discounted_return = np.zeros(N)
-    done = np.full(N, first_iteration > 0)  # a resumed run begins with resets, as a run goes on after a save
+    done = np.full(N, first_iteration > 0)  # a resumed run begins with resets, as after a save
     obs_stats = np.zeros((4, obs_dim))
     return_stats = np.zeros((4, 1))
     normalizer = [torch.from_numpy(x) for x in (obs_stats, return_stats, discounted_return)]  # for checkpoints

@@ -78,7 +78,7 @@ class Args:
     cudagraphs: bool = False  # capture an epoch of updates as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -119,14 +119,14 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and resets the envs, by seed and step alone; returns the first observations."""
+    """Seeds all generators and resets the envs, by seed and step alone; returns the observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
         env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # some simulators want 31 bits
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # 31 bits
 
 
 def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
@@ -331,7 +331,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     reward, discounted_return = np.zeros((2, N))
     terminated = np.zeros(N, bool)
-    truncated = np.full(N, first_iteration > 0)  # a resumed run begins with resets, as a run goes on after a save
+    truncated = np.full(N, first_iteration > 0)  # a resumed run begins with resets, as after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
     obs_stats = np.zeros((4, obs_dim))
     return_stats = np.zeros((4, 1))

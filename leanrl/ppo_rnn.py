@@ -71,7 +71,7 @@ class Args:
     max_grad_norm: float = 0.5  # scale larger gradients down to this norm
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -112,7 +112,7 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and resets the envs, by seed and step alone; returns the first observations."""
+    """Seeds all generators and resets the envs, by seed and step alone; returns the observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
@@ -291,7 +291,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     obs = inputs[:, :obs_dim]
     reward = np.zeros(N)
     terminated = np.zeros(N, bool)
-    truncated = np.full(N, first_iteration > 0)  # a resumed run begins with resets, as a run goes on after a save
+    truncated = np.full(N, first_iteration > 0)  # a resumed run begins with resets, as after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
     agent = RNNAgent(obs_dim + num_actions, num_actions, args.hidden_size, args.cell).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

@@ -11,7 +11,7 @@ Paper: Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905, whose equations a
 Fast twin: sac_continuous_action_torchcompile.py. `diff -u` the two files to see what makes it faster.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = size of an action.
 Differences from CleanRL's sac_continuous_action.py:
-1. The loop is act, learn, step, store: a GPU learns while the envs step. A step can be drawn one turn later.
+1. The loop is act, learn, step, store: a GPU learns while the envs step. A step is drawn a turn later.
 2. Each observation is stored once. Where a drawn step only reset an env, another draw replaces it, or it has weight 0.
 3. With several envs there is one update per env step, not one per step of all envs.
 4. The temperature reuses the log-probabilities of the actor's loss instead of sampling actions again.
@@ -59,7 +59,7 @@ class Args:
     num_envs: int = 1  # number of envs, stepped one after the other
     buffer_size: int = 1_000_000  # capacity of the replay ring, in transitions
     gamma: float = 0.99  # discount factor
-    tau: float = 0.005  # how far the target networks move towards the trained ones at each of their updates
+    tau: float = 0.005  # how far the target networks move towards the trained ones at each update
     batch_size: int = 256  # transitions per update
     learning_starts: int = 5_000  # env steps with random actions before the first update
     policy_frequency: int = 2  # critic updates between two turns of the actor, which makes as many updates at once
@@ -68,7 +68,7 @@ class Args:
     autotune: bool = True  # learn the temperature
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -109,14 +109,14 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and resets the envs, by seed and step alone; returns the first observations."""
+    """Seeds all generators and resets the envs, by seed and step alone; returns the observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
         env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # some simulators want 31 bits
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # 31 bits
 
 
 class GaussianActor(nn.Module):
@@ -255,8 +255,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     ring = torch.zeros(max(args.buffer_size // N, 1) + 1, N, obs_dim + action_dim + 3, device=device)
     row = torch.zeros(N, obs_dim + action_dim + 3)
-    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views of the newest row
-    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as a run goes on after a save
+    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views
+    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
     actor = GaussianActor(obs_dim, action_dim).to(device)
     critics = nn.ModuleList(Critic(obs_dim, action_dim) for _ in range(2)).to(device)

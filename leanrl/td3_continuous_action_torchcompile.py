@@ -11,7 +11,7 @@ Paper: Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477, whose equations a
 Plain twin: td3_continuous_action.py. docs/performance.md explains each perf[name].
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = size of an action.
 Differences from CleanRL's td3_continuous_action.py:
-1. The loop is act, learn, step, store: a GPU learns while the envs step. A step can be drawn one turn later.
+1. The loop is act, learn, step, store: a GPU learns while the envs step. A step is drawn a turn later.
 2. Each observation is stored once. Where a drawn step only reset an env, another draw replaces it, or it has weight 0.
 3. With several envs there is one update per env step, not one per step of all envs.
 4. The networks see actions scaled to -1 .. 1.
@@ -44,7 +44,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 REPORT_INTERVAL = 500  # env steps between two reports
-# perf[capture] names of what an update returns, in order; an update of the critics alone returns the first five
+# perf[capture] what an update returns, in order; an update of the critics alone returns the first five
 TD3_LOSSES = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss")
 
 
@@ -63,7 +63,7 @@ class Args:
     num_envs: int = 1  # number of envs, stepped one after the other
     buffer_size: int = 1_000_000  # capacity of the replay ring, in transitions
     gamma: float = 0.99  # discount factor
-    tau: float = 0.005  # how far the target networks move towards the trained ones at each of their updates
+    tau: float = 0.005  # how far the target networks move towards the trained ones at each update
     batch_size: int = 256  # transitions per update
     policy_noise: float = 0.2  # std of noise on the target's actions, relative to half the action range
     exploration_noise: float = 0.1  # std of noise on the actions taken, relative to half the action range
@@ -77,7 +77,7 @@ class Args:
     bf16: bool = False  # multiply the layers of 256 x 256 in bfloat16
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves; each cuts off all open episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
 
     track: bool = False  # also log to Weights & Biases
@@ -118,14 +118,14 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and resets the envs, by seed and step alone; returns the first observations."""
+    """Seeds all generators and resets the envs, by seed and step alone; returns the observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
         env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # some simulators want 31 bits
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]  # 31 bits
 
 
 class Actor(nn.Module):
@@ -168,7 +168,7 @@ class Critic(nn.Module):
 
 
 def call_critics(critic: Critic, params: dict, obs: Tensor, action: Tensor) -> Tensor:  # -> (2, B)
-    # perf[vmap] params are the weights of both critics, stacked; `critic` lends its code, its weights go stale
+    # perf[vmap] params are the weights of both critics, stacked; `critic` lends its code alone
     return vmap(lambda p: functional_call(critic, p, (obs, action)))(params)
 
 
@@ -303,8 +303,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     row = torch.zeros(N, obs_dim + action_dim + 3, pin_memory=on_gpu)
     host_action = torch.zeros(N, action_dim, pin_memory=on_gpu)
     acted = torch.cuda.Event() if on_gpu else torch.cpu.Event()  # perf[overlap] a CPU's event does nothing
-    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views of the newest row
-    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as a run goes on after a save
+    obs, row_action, reward, terminated, valid = split_row(row.numpy(), obs_dim)  # views
+    truncated = np.full(N, first_step > 0)  # a resumed run begins with resets, as after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
     actor = Actor(obs_dim, action_dim).to(device)
     critics = nn.ModuleList(Critic(obs_dim, action_dim) for _ in range(2)).to(device)

@@ -50,12 +50,11 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return sum((a[name] - b[name].reshape_as(a[name])).square().sum().item() for name in a) ** 0.5
 
 
-@pytest.mark.parametrize(("device", "mode"), MODES_HERE)
+@pytest.mark.cuda  # test_twins.py and test_checkpoints.py compare what runs on a CPU, more closely
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("eager", "twin", "flags"), [(*pair, {}) for pair in TWINS] + [(*ATARI, f) for f in FLAGS])
-def test_every_mode_learns_the_same(monkeypatch, eager, twin, flags, mode, device):
+def test_every_mode_learns_the_same(monkeypatch, eager, twin, flags, mode):
     """Graphs are captured in the first updates, so stale weights, rates or batches would show in the next dozens."""
-    if device == "cpu" and not ("sac" in eager and "compile" in mode):
-        pytest.skip("test_twins.py and test_checkpoints.py compare what runs on a CPU, more closely")
     problem, flags = tiny(eager), flags | MODES[mode]
     if eager in OFF_POLICY and "compile" in mode:  # the other modes: one env, and SAC with a temperature that learns
         problem = problem | {"num_envs": 2} | ({"autotune": False} if "sac" in eager else {})
@@ -64,9 +63,9 @@ def test_every_mode_learns_the_same(monkeypatch, eager, twin, flags, mode, devic
             without_chance(patch, eager), without_chance(patch, twin)
         if eager in ATARI:  # frames that do not depend on the action: a tie broken otherwise must not change them
             patch.setattr(load(eager), "make_envs", ScriptedPool), patch.setattr(load(twin), "make_envs", ScriptedPool)
-        a = train(patch, eager, **problem, cuda=device == "cuda")
-        b = train(patch, twin, **problem, **flags, cuda=device == "cuda")
-        still = train(patch, eager, **problem | frozen(eager), cuda=device == "cuda")
+        a = train(patch, eager, **problem, cuda=True)
+        b = train(patch, twin, **problem, **flags, cuda=True)
+        still = train(patch, eager, **problem | frozen(eager), cuda=True)
     moved = distance(a.parameters, still.parameters)
     # Off-policy, Adam's tiny eps makes a step of any rounding where gradients vanish: a tenth for SAC on a CPU. A third
     # with bf16; the opposite of a step would give 2.

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, largest_difference, load, tiny, train
+from conftest import DEVICE, load, train
 from one_device import OneDevice
 from torch.func import debug_unwrap
 
@@ -405,17 +405,6 @@ def test_the_env_of_the_page_is_gymnasiums_and_stays_on_the_device(monkeypatch):
     assert 5 <= ends <= 15
     monkeypatch.setitem(EAGER.ENVS, "MountainCar-v0", env)
     iterate_on_meta(monkeypatch, EAGER, "MountainCar-v0")
-
-
-def test_the_env_of_the_page_compiles_in_the_twin(monkeypatch, name="ppo_device_env"):
-    env = names_of_the_page()["MountainCar"]
-    ends = []
-    for script, flags in ((name, {}), (f"{name}_torchcompile", {"compile": True})):
-        monkeypatch.setitem(load(script).ENVS, "MountainCar-v0", env)
-        sizes = {"env_id": "MountainCar-v0", "num_envs": 4, "num_steps": 4, "total_timesteps": 320}
-        ends.append(train(monkeypatch, script, **tiny(script) | sizes | flags))
-    assert largest_difference(*ends) < 1e-4
-    assert ends[0].metrics["value_loss"] == pytest.approx(ends[1].metrics["value_loss"], rel=1e-4) != 0
 
 
 def test_a_step_of_the_adapter_leaves_earlier_observations_alone():

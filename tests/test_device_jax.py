@@ -22,9 +22,8 @@ def to_jax(x: torch.Tensor):
     return jax.numpy.asarray(x.detach().numpy())
 
 
-@pytest.mark.parametrize("env_id", EAGER.ENVS)
-@pytest.mark.parametrize(("name", "num_iterations"), [(name, 3) for name in NAMES])
-def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, name, env_id, num_iterations):
+@pytest.mark.parametrize(("name", "env_id"), list(zip(NAMES, EAGER.ENVS)))
+def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, name, env_id, num_iterations=3):
     """The parameters after the iterations differ by less than 1e-4, and the losses by a thousandth."""
     ours = load(name)
     other = load(f"{name}_jax")

@@ -20,9 +20,8 @@ from catalog import CATALOG
 from conftest import MEMORY, ROOT, tiny, train
 from torch import nn
 
-GAMES = {name: "Pong-v5" if "atari" in name else entry.tiny["env_id"] for name, entry in CATALOG.items()}
-for name in ("ppo_atari_multigpu", "ppo_atari_ray", "ppo_continuous_action_ray", "ppo_rnn", "a2c_device_env"):
-    del GAMES[name]  # whose policies are those of other scripts
+KINDS = ("ppo_continuous_action", "sac_continuous_action", "dqn", "ppo_lru", "ppo_device_env", "ppo_atari_envpool")
+GAMES = {name: "Pong-v5" if "atari" in name else CATALOG[name].tiny["env_id"] for name in KINDS}
 
 
 class Pushes(nn.Module):

@@ -301,7 +301,7 @@ def test_every_mode_learns_the_same(monkeypatch, local, eager, device, flags):
     assert moved > 0 and distance(plain.parameters, fast.parameters) < 0.05 * moved
 
 
-@pytest.mark.parametrize(("name", "lag"), [(ATARI[0], 2), (ATARI[1], 1)])
+@pytest.mark.parametrize(("name", "lag"), [(ATARI[1], 2)])
 def test_a_lag_costs_no_reproducibility(monkeypatch, local, quadrants, name, lag):
     """Not between runs and, but for rounding, not between one worker and two; a rollout is `lag` updates behind."""
     torch.set_default_dtype(torch.float64)
@@ -695,7 +695,7 @@ def test_on_ray_itself_a_run_computes_the_same(monkeypatch, name):
 
 SHORT = SMALL | {"update_epochs": 1, "worker_timeout": 4.0}
 IN_TWO_GROUPS = {"act_on": "learner", "env_groups": 2, "envs_per_worker": 2}
-KILLED = SHORT | IN_TWO_GROUPS | {"num_steps": 256, "total_timesteps": 16 * 1024}
+KILLED = SHORT | IN_TWO_GROUPS | {"num_steps": 256, "total_timesteps": 12 * 1024}
 
 
 @pytest.mark.slow
