@@ -61,7 +61,7 @@ class Args:
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # env steps between saves; 0: only at signals
-    resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
+    resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of the same settings
 
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
@@ -308,13 +308,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     agent = DiscreteAgent(env.obs_dim, env.num_actions).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     envs = first_envs(env, N, device)
-    learners = {"agent": agent, "optimizer": optimizer}
     random = torch.cuda if device.type == "cuda" else torch  # whose generator draws all that follows
     if saved:
         for name, x in envs.items():
             x.copy_(saved["envs"][name])
-        for name, learner in learners.items():
-            learner.load_state_dict(saved[name])
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
         random.set_rng_state(saved["rng_state"])
 
     def step(envs: dict, noise: Tensor, uniform: Tensor) -> tuple[dict, dict]:
@@ -370,7 +369,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         clock = time.perf_counter(), global_step
         if is_due or signals:
             kept = {"iteration": iteration + 1, "rng_state": random.get_rng_state()}
-            kept |= {name: learner.state_dict() for name, learner in learners.items()} | {"envs": envs}
+            kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": envs}
             save_checkpoint(run_dir, args, kept)
         if signals:
             break
@@ -447,7 +446,7 @@ def save_checkpoint(run_dir: Path, args: Args, kept: dict):
 def load_checkpoint(args: Args) -> dict:
     """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
     free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
-    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "ray_address"]
+    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads", "ray_address"]
     free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
     settings = {"script": Path(__file__).stem} | asdict(args)
     paths = [args.resume] if args.resume else []

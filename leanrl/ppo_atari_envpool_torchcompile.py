@@ -48,7 +48,7 @@ PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_k
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
-    seed: int = 1  # seeds the agent and the envs; different seeds never share an env's random stream
+    seed: int = 1  # seeds the agent and the envs; two seeds share an env's random stream by chance only
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
@@ -79,7 +79,7 @@ class Args:
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
-    resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
+    resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of the same settings
 
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
@@ -494,7 +494,7 @@ def save_checkpoint(run_dir: Path, args: Args, kept: dict):
 def load_checkpoint(args: Args) -> dict:
     """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
     free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
-    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "ray_address"]
+    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads", "ray_address"]
     free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
     settings = {"script": Path(__file__).stem} | asdict(args)
     paths = [args.resume] if args.resume else []

@@ -7,7 +7,7 @@
 
     python leanrl/ppo_continuous_action_ray_torchcompile.py --num-workers 2 --envs-per-worker 8 --compile --cudagraphs
 
-The algorithm is that of ppo_continuous_action_torchcompile.py; with one worker, on a CPU, to the bit.
+The algorithm is that of ppo_continuous_action_torchcompile.py; with one worker, on a CPU, to rounding.
 Plain twin: ppo_continuous_action_ray.py. docs/performance.md explains each perf[name].
 Shapes: T = num_steps, W = num_workers, E = envs_per_worker, N = W * E, B = T * N; O, A = sizes of obs, action.
 A worker that acts normalizes by what all saw up to the last rollout, and by what it has seen since. A worker
@@ -50,7 +50,7 @@ PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_k
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
-    seed: int = 1  # seeds the agent and the envs; different seeds never share an env's random stream
+    seed: int = 1  # seeds the agent and the envs; two seeds share an env's random stream by chance only
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
@@ -86,7 +86,7 @@ class Args:
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
-    resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of this script, env and seed
+    resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of the same settings
 
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track
@@ -621,7 +621,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             done[:] = True  # the next step resets every env
 
     policy = NormalizedActor(agent, obs_stats, env.action_space)
-    finish_run(args, run_dir, metrics, writer, policy, torch.zeros(2, obs_dim))
+    finish_run(args, run_dir, metrics, writer, policy, torch.zeros(2, obs_dim, dtype=torch.float64))
     for resource in (progress, env):
         resource.close()
     return metrics
@@ -694,7 +694,7 @@ def save_checkpoint(run_dir: Path, args: Args, kept: dict):
 def load_checkpoint(args: Args) -> dict:
     """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
     free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
-    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "ray_address"]
+    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads", "ray_address"]
     free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
     settings = {"script": Path(__file__).stem} | asdict(args)
     paths = [args.resume] if args.resume else []

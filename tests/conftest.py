@@ -385,32 +385,6 @@ class CueEnv(gym.Env):
         return (3 if self.t == 9 else 2), reward, over, False, {}
 
 
-class NanEnv(DictEnv):
-    """Pays a reward that is not a number."""
-
-    def step(self, action):
-        obs, _, terminated, truncated, info = super().step(action)
-        return obs, float("nan"), terminated, truncated, info
-
-
-class NanObsEnv(DictEnv):
-    """Observes what is not a number, after a step."""
-
-    observation_space = gym.spaces.Box(-1, 1, (2,))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.zeros(2), {}
-
-    def step(self, action):
-        _, *rest = super().step(action)
-        return np.full(2, np.nan), *rest
-
-
-class DiscreteNanObsEnv(NanObsEnv, DiscreteDictEnv):
-    """Observes what is not a number, after one of three actions."""
-
-
 class RaisingEnv(BoundedEnv):
     """Has a defect that shows in its third step."""
 
@@ -420,12 +394,6 @@ class RaisingEnv(BoundedEnv):
         return super().step(action)
 
     ENDS = (((5, True, False),),) * 2
-
-
-class DiscreteRaisingEnv(RaisingEnv):
-    """With three actions."""
-
-    action_space = gym.spaces.Discrete(3)
 
 
 class IntegerResetEnv(DictEnv):
@@ -442,10 +410,6 @@ class IntegerResetEnv(DictEnv):
         return np.array([0.25, 0.75]), *rest
 
 
-class DiscreteNanEnv(NanEnv, DiscreteDictEnv):
-    """Pays a reward that is not a number for one of three actions."""
-
-
 ENVS = (
     ScriptedEnv,
     BoundedEnv,
@@ -458,13 +422,8 @@ ENVS = (
     SequenceEnv,
     StuckEnv,
     DoubleEnv,
-    NanEnv,
     RaisingEnv,
-    DiscreteRaisingEnv,
     IntegerResetEnv,
-    NanObsEnv,
-    DiscreteNanObsEnv,
-    DiscreteNanEnv,
     CueEnv,
 )
 for env in ENVS:

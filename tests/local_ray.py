@@ -1,7 +1,7 @@
 """Ray in one process, for tests: actors are objects, and a call is made at once. What goes in and out is pickled.
 
 As with Ray, arrays that come out cannot be written to. A call whose number is in `lost` ends with an error, and so do
-those that are made of its actor before it is reset. One whose number is in `restarted` reaches an actor that is new.
+those that are made of its actor before it is reset.
 """
 
 import pickle
@@ -37,14 +37,12 @@ cloudpickle = SimpleNamespace(register_pickle_by_value=lambda module: None, dump
 calls = []  # (actor, method) of every call
 UNREACHABLE = RayError("unreachable")  # of a worker that hangs while it starts: until it is killed
 lost = {}  # number of a call -> the error that it ends with; the actor begins anew
-restarted = set()  # numbers of calls before which the actor has begun anew, while nobody waited for it
 killed = []  # actors
 
 
 def reset():
     calls.clear()
     lost.clear()
-    restarted.clear()
     killed.clear()
 
 
@@ -95,15 +93,12 @@ class Actor:
             self.error = None
         if self.error:
             return Reference(self.error, raises=True)
-        if len(calls) in restarted:
-            self.instance = self.make()
         args = [get(x, 0) if isinstance(x, Reference) else x for x in args]
         with torch.random.fork_rng(devices=[]):  # a process has random numbers of its own
             try:
                 return put(getattr(self.instance, name)(*through_pickle(args)))
             except Exception as error:  # comes out as one that is of both kinds
                 both = type("RayTaskError", (RayTaskError, type(error)), {})(str(error))
-                both.__notes__ = getattr(error, "__notes__", [])
                 return Reference(both, raises=True)
 
 
@@ -112,10 +107,8 @@ def remote(**options):
     return lambda cls: SimpleNamespace(remote=lambda *args: Actor(cls, *args))
 
 
-def kill(actor, no_restart: bool = True):
-    if not no_restart:
-        killed.append(actor)
-        actor.error = None
+def kill(actor):
+    killed.append(actor)
 
 
 def is_initialized() -> bool:

@@ -6,11 +6,13 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
+import local_ray
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from conftest import DISCRETE, GYM, ROOT, forked, load, tiny, train
 SOURCES = {name: (ROOT / "leanrl" / f"{name}.py").read_text() for name in GYM}
 SCRIPTS = [name for name, source in SOURCES.items() if "From here on, every script is the same" in source]
 PLAIN = [name for name in SCRIPTS if not name.endswith("_torchcompile")]
+RAY = "ppo_continuous_action_ray"  # its workers step the envs, here in one process
 SQUASHED = [name for name in PLAIN if "sac" in name or "td3" in name]
 SAC = load("sac_continuous_action")  # whose shared part is that of all
 PPO = load("ppo_continuous_action")
@@ -76,6 +79,20 @@ class SmallBoxEnv(gym.Env):
         return np.ones(2, np.float32), -((action.item() / self.bound - 0.4) ** 2), False, self.steps == 50, {}
 
 
+class FarBoxEnv(SmallBoxEnv):
+    """Takes actions far from zero."""
+
+    acted: list[float] = []
+
+    def __init__(self):
+        super().__init__(10)
+        self.action_space = gym.spaces.Box(5, 10, (1,))
+
+    def step(self, action):
+        self.acted.append(action.item())
+        return super().step(action)
+
+
 class LargeEnv(gym.Env):
     """Observes large numbers that differ by little, such as coordinates of a map."""
 
@@ -119,6 +136,7 @@ for prefix, discrete in (("", False), ("Discrete", True)):
         settings = {"kwargs": spaces | {"discrete": discrete}, "disable_env_checker": True}
         gym.register(f"{prefix}{case}-v0", entry_point=UnfitEnv, **settings)
 gym.register("SmallBox-v0", entry_point=SmallBoxEnv, disable_env_checker=True)
+gym.register("FarBox-v0", entry_point=FarBoxEnv, disable_env_checker=True)
 gym.register("Large-v0", entry_point=LargeEnv, disable_env_checker=True)
 
 
@@ -138,7 +156,9 @@ def run(monkeypatch, name: str, **flags) -> dict[str, float]:
     """Trains past two checkpoints, in a folder that stays below runs/."""
     script = load(name)
     monkeypatch.setattr(script, "REPORT_INTERVAL", 100, raising=False)
-    sizes = tiny(name) | row(name).saving | {"num_envs": 2, "env_id": env_of(name, "Odd")}
+    sizes = tiny(name) | row(name).saving | {"env_id": env_of(name, "Odd")}
+    sizes |= {"num_workers": 2} if name == RAY else {"num_envs": 2}
+    monkeypatch.setitem(sys.modules, "ray", local_ray)
     return script.train(script.Args(**sizes | {"cuda": False, "save_model": False} | flags))
 
 
@@ -155,7 +175,7 @@ def refused(capsys, function, *args, **flags) -> str:
     return line
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", [*PLAIN, RAY])
 def test_an_info_with_the_key_episode_is_the_envs_own(monkeypatch, odd, name):
     """Gymnasium's RecordEpisodeStatistics fails on it, or takes it for its own."""
     monkeypatch.setattr(odd, "infos", [{"episode": value} for value in ("a word", 7, None, {"r": 1e6, "l": 3}, {})])
@@ -163,7 +183,7 @@ def test_an_info_with_the_key_episode_is_the_envs_own(monkeypatch, odd, name):
     assert len(odd.returns) > 10 and metrics["episodic_return"] == pytest.approx(np.mean(odd.returns[-100:]))
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", [*PLAIN, RAY])
 def test_simulators_can_take_the_seeds_of_a_run(monkeypatch, odd, name):
     """At the start and at a checkpoint, of two envs."""
     run(monkeypatch, name, seed=2**40)
@@ -172,7 +192,7 @@ def test_simulators_can_take_the_seeds_of_a_run(monkeypatch, odd, name):
 
 
 def test_no_two_envs_share_a_stream(odd):
-    """Of one run or of runs of other seeds, at the start and at a checkpoint."""
+    """Of one run or of runs of other seeds, at the start and at a checkpoint; with 31 bits, chance may join two."""
     spaces = []
     for seed, step in itertools.product([0, 1, 2, 3, 299_999, 300_000, 300_001, 2**40, 2**40 + 1], [0, 1000, 2000]):
         envs = [gym.make("Odd-v0") for _ in range(5)]
@@ -323,6 +343,33 @@ def test_the_networks_do_not_see_how_large_a_box_is(monkeypatch, name):
     assert all(torch.equal(small[key], one[key]) for key in one)
 
 
+@pytest.mark.parametrize("name", ["ppo_continuous_action", RAY])
+def test_ppo_begins_in_the_middle_of_a_box(monkeypatch, name):
+    """Unscaled, a Gaussian around 0 would be clipped to the nearer bound; so would the policy that is exported."""
+    monkeypatch.setattr(FarBoxEnv, "acted", [])
+    run(monkeypatch, name, env_id="FarBox-v0", learning_rate=0.0, save_model=True)
+    assert np.mean(FarBoxEnv.acted) == pytest.approx(7.5, abs=0.3) and np.std(FarBoxEnv.acted) > 1
+    policy = torch.export.load(newest("policy.pt2")).module()
+    assert policy(torch.ones(1, 2)).item() == pytest.approx(7.5, abs=0.2)
+
+
+COMPILERS_WORDS = {
+    "no compiler": ({"CXX": "/nowhere/g++"}, ["InvalidCxxCompiler: No working C++ compiler found"]),
+    "a space": ({"TORCHINDUCTOR_CACHE_DIR": "a folder"}, ["CppCompileError: ", "is the same as output file"]),
+}
+
+
+@pytest.mark.parametrize("case", COMPILERS_WORDS)
+def test_the_faq_has_the_words_of_the_compilers_errors(monkeypatch, own_folder, case):
+    variables, words = COMPILERS_WORDS[case]
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(own_folder)} | variables
+    code = "import torch; torch.compile(torch.sin)(torch.ones(3))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | variables)
+    assert done.returncode == 1 and all(word in done.stderr for word in words)
+    headings = re.findall("## (.+)", (ROOT / "docs" / "faq.md").read_text())
+    assert any(all(word in heading for word in words) for heading in headings)
+
+
 def test_statistics_begin_with_the_first_row():
     """Not with a made-up one of mean 0, against which large numbers that differ by little would look alike."""
     rows = 4.6e6 + np.random.default_rng(1).normal(size=(50, 1, 2))
@@ -334,15 +381,17 @@ def test_statistics_begin_with_the_first_row():
         assert normalized[i] == pytest.approx((seen[-1] - seen.mean(0)) / seen.std(0), abs=1e-4)
 
 
-def test_a_policy_takes_numbers_of_both_precisions(monkeypatch):
+@pytest.mark.parametrize("name", ["ppo_continuous_action", RAY])
+def test_a_policy_takes_numbers_of_both_precisions(monkeypatch, name):
     """The program is exported once; large numbers need float64 to be told apart."""
-    flags = {"num_envs": 1, "save_model": True, "learning_rate": 0.01}
-    run(monkeypatch, "ppo_continuous_action", env_id="Odd-v0", **flags)
+    flags = {"save_model": True, "learning_rate": 0.01}
+    run(monkeypatch, name, env_id="Odd-v0", **flags)
     policy = torch.export.load(newest("policy.pt2")).module()
     obs = torch.randn(64, 3)
     assert torch.allclose(policy(obs).float(), policy(obs.double()).float(), atol=1e-6)
-    run(monkeypatch, "ppo_continuous_action", env_id="Large-v0", **flags)
+    run(monkeypatch, name, env_id="Large-v0", **flags)
     program = torch.export.load(newest("policy.pt2"))
+    assert program.example_inputs[0][0].dtype == torch.float64  # as play.py gives them
     mean, std = (program.state_dict[name] for name in ("mean", "std"))
     z = torch.randn(64, 2, dtype=torch.float64)
     action = program.module()(mean + std * z)
@@ -353,7 +402,7 @@ def test_a_policy_takes_numbers_of_both_precisions(monkeypatch):
 
 
 @pytest.mark.parametrize("case", UNFIT)
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", [*PLAIN, RAY])
 def test_spaces_that_do_not_fit_are_refused(monkeypatch, capsys, name, case):
     line = refused(capsys, run, monkeypatch, name, env_id=env_of(name, case))
     assert env_of(name, case) in line and not Path("runs").exists()

@@ -94,6 +94,9 @@ def command_line(name: str, flags: dict) -> list[str]:
     return words
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # that a script handles in a way of its own
+
+
 class Silent(SimpleNamespace):
     """A SummaryWriter without files and threads."""
 
@@ -108,7 +111,7 @@ def test_any_command_line_trains_or_is_refused_with_a_sentence(name, monkeypatch
     monkeypatch.setattr(torch.utils.tensorboard, "SummaryWriter", Silent)
     monkeypatch.setitem(sys.modules, "ray", local_ray)
     outcomes = Counter()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
     @given(flags_of(name))
     def run(flags):

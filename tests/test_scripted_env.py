@@ -23,7 +23,7 @@ def record(monkeypatch, name: str, **args):
     """Trains with the normalisers off and a known critic, V(s) = 100 episode + 10 step; returns what GAE or V-trace was
     given and gave, and the rows of the batches in the order in which the env made them."""
     script, calls, batches = load(name), [], []
-    gae_name = next(function for function in ("gae", "gae_scan", "vtrace", "vtrace_scan") if hasattr(script, function))
+    gae_name = next(function for function in ("gae", "gae_scan", "vtrace") if hasattr(script, function))
     atari = hasattr(script, "AtariAgent")
     agent = script.AtariAgent if atari else script.Agent
     original_gae, original_loss, original_forward = getattr(script, gae_name), script.ppo_loss, agent.forward

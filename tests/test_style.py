@@ -47,7 +47,7 @@ def test_a_script_can_be_read_in_ten_minutes(name):
     assert len(lines) <= budget(name)
     widths = sorted(len(line) for line in lines if line.strip())
     assert widths[-1] <= 120
-    assert widths[len(widths) * 9 // 10] <= (106)
+    assert widths[len(widths) * 9 // 10] <= 106
     assert len(ast.get_docstring(ast.parse(source(name))).splitlines()) <= 14
 
 
