@@ -50,8 +50,16 @@ def tiny(name: str) -> dict:
     return row(name).tiny
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--long", action="store_true", help="run tests whose subject a shorter test has nearly proven, too"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
     for item in items:
+        if "long" in item.keywords and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="runs with --long"))
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 

@@ -101,7 +101,10 @@ def same_run(whole: SimpleNamespace, resumed: SimpleNamespace):
     assert equal(kept(whole.run_dir / "checkpoint.pt"), kept(resumed.run_dir / "checkpoint.pt"))
 
 
+# Twins whose update is compiled much like that of another.
+LONG = ("td3_continuous_action_torchcompile", "a2c_device_env_torchcompile", "ppo_lru_torchcompile")
 COMPILED = [(twin, {"num_steps": 4} if "ppo_rnn" in twin else {}) for _, twin in TWINS]
+COMPILED = [pytest.param(*case, marks=[pytest.mark.long] * (case[0] in LONG)) for case in COMPILED]
 
 
 @pytest.mark.parametrize(("twin", "flags"), COMPILED)

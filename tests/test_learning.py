@@ -13,11 +13,12 @@ MODES = {
     "compile+cudagraphs": ("_torchcompile", {"compile": True, "cudagraphs": True, "cuda": True}),
 }
 GATES = [name for name in CATALOG if CATALOG[name].gate]
+LONG = ("td3_continuous_action", "a2c_device_env", "ppo_lru")  # which learn much as another does
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.cuda] * ("cuda" in m)) for m in MODES])
-@pytest.mark.parametrize("script", GATES)
+@pytest.mark.parametrize("script", [pytest.param(s, marks=[pytest.mark.long] * (s in LONG)) for s in GATES])
 def test_a_small_problem_is_solved(monkeypatch, script, mode):
     suffix, flags = MODES[mode]
     problem, first, last = CATALOG[script].gate

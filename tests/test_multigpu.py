@@ -397,6 +397,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(own_folder):
     assert (folder / "policy.pt2").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_last_checkpoint_after_a_rank_is_killed(own_folder):
     copy = shutil.copy(ROOT / "leanrl" / f"{SCRIPT}.py", own_folder)  # needs no other file

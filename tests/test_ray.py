@@ -725,6 +725,7 @@ print(json.dumps([metrics, memory_summary(address, stats_only=True)]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_on_ray_itself_a_lag_gives_the_same_bits_and_no_rollout_is_kept(monkeypatch, local):
     """As with calls in one process; and whoever imports the script may train with it."""
@@ -797,6 +798,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_survives_a_machine(name="ppo_atari_ray"):
     """Of three of Ray's nodes on this one, of which one vanishes with its worker and its results; a new one comes."""
@@ -847,6 +849,7 @@ def test_a_cluster_that_is_not_there_gets_a_sentence(monkeypatch, address):
     assert process.returncode == 2 and f"error: cannot start or join Ray on {address}: [Errno" in errors, errors
 
 
+@pytest.mark.long
 def test_an_asynchronous_run_learns(monkeypatch, local, quadrants, name="ppo_atari_ray_torchcompile"):
     """A game pays 20 at most, and 5 with random actions."""
     flags = {"env_id": "Breakout-v5", "num_workers": 2, "envs_per_worker": 4, "num_steps": 64}

@@ -372,6 +372,7 @@ def print_memory(name: str, args: dict):
     print("\nmemory", memory[1500], memory[3000])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_nothing_grows_with_time(fork_server, name="dqn_torchcompile"):
     """After twice as many steps as when the replay was full, memory in use is the same."""
