@@ -48,6 +48,9 @@ install() { # install NAME REQUIREMENTS [VENV]: once for each content of the req
 [[ ${1:-} =~ ^(compare|sweep)$ ]] && install peers requirements-peers.txt
 [[ ${1:-} =~ ^(rllib|sweep)$ ]] && install core requirements-rllib.txt .venv-rllib
 export PATH=$PWD/.venv/bin:$PATH
+if [[ ${1:-} != test && ! -e /dev/nvidiactl ]]; then # for what is compiled for a CPU: docs/faq.md
+  export TORCHINDUCTOR_CPP_WRAPPER=1 TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH=1
+fi
 case ${1:-} in
   '') exec python benchmark/compare.py ppo_continuous_action --no-peers --pairs 1 ;;
   test) OMP_NUM_THREADS=1 exec python -m pytest -n 2 --dist worksteal "${@:2}" ;; # two at once, of one thread each

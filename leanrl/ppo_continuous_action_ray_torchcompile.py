@@ -153,7 +153,7 @@ def update_stats(stats: np.ndarray, x: np.ndarray):
 
 
 def normalize_obs(stats: np.ndarray, obs: np.ndarray) -> np.ndarray:
-    """Adds observations (N, O) to the statistics and scales them, as Gymnasium's NormalizeObservation; clips at 10."""
+    """Adds observations (N, O) to the statistics and scales them, as Gymnasium but without a prior; clips at 10."""
     update_stats(stats, obs)
     _, mean, _, std = stats
     return ((obs - mean) / std).clip(-10, 10)
