@@ -107,7 +107,7 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and, by 31 bits, all envs from seed and step alone; returns the first observations."""
+    """Seeds all generators and envs (31 bits) from seed and step alone; returns the observations."""
     first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 import tyro
-from conftest import ALL_SCRIPTS, ROOT, load
+from conftest import ALL_SCRIPTS, JAX, ROOT, load
 
 DIVIDER = (
     "# ---------- From here on, every script is the same: checks, run folder, checkpoints, report, signals. ----------"
@@ -41,7 +41,7 @@ def levels(node: ast.AST) -> int:
     return deepest
 
 
-@pytest.mark.parametrize("name", [*ALL_SCRIPTS, "play"])
+@pytest.mark.parametrize("name", [*ALL_SCRIPTS, *JAX, "play"])
 def test_a_script_can_be_read_in_ten_minutes(name):
     lines = source(name).splitlines()
     assert len(lines) <= budget(name)
