@@ -213,6 +213,16 @@ def phases() -> str:
     return "\n".join([markdown(columns, rows), "", *measured_on("phases")])
 
 
+def editions() -> str:
+    """Steps a second of the third edition of the scripts, relative to the second, each in two turns."""
+    rows = []
+    for table in tables("editions"):
+        ratios = (sum(row["third"]) / sum(row["second"]) for row in table["rows"])
+        rows.append((table["script"], *(f"{ratio:.2f}" for ratio in ratios)))
+    columns = ["script", *(row["mode"] for row in tables("editions")[0]["rows"])]
+    return f"{markdown(columns, rows)}\n\n({where(tables('editions')[0], 'cores', 'date', 'torch')})"
+
+
 def saving() -> str:
     """What a checkpoint with a full replay costs, in a sentence."""
     (table,) = tables("saving")
@@ -367,6 +377,7 @@ def blocks() -> dict[str, Callable[[], str]]:
     """What each name stands for."""
     named = {"claim": claim, "best": best, "ablation": ablation, "phases": phases, "scaling": scaling, "pong": pong}
     named |= {"saving": saving, "steps": steps, "scans": scans, "ray": ray, "returns": returns}
+    named["editions"] = editions
     named["speed"] = lambda: speed(first_of_each_script())
     named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])
     for script in ("ppo_continuous_action_ray", "ppo_device_env", "a2c_device_env"):
