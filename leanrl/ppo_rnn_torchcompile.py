@@ -166,7 +166,7 @@ def recur(step, weight: Tensor, gates_x: Tensor, keep: Tensor, state: Tensor) ->
 
 # perf[operator] a sequence is one operator, which runs compiled pieces of C steps: a compiler would unroll all T steps
 def as_operator(step, T: int, weight: Tensor, state: Tensor):
-    """Returns recur() for this step, T steps, and a weight and a state (N, S) of these shapes."""
+    """Returns recur() for this step, T steps, and a weight and a state (N, S) of these shapes; no guard checks them."""
     name = step.__name__
     C = max(c for c in range(1, 9) if T % c == 0)
 
@@ -178,7 +178,7 @@ def as_operator(step, T: int, weight: Tensor, state: Tensor):
 
     def compiled(function, *examples: Tensor):  # traced first, since the compiler itself cannot trace vjp()
         graph = make_fx(function)(*[x.clone() for x in examples])  # a tensor that is given twice would be one input
-        return torch.compile(graph, dynamic=False)
+        return torch.compile(graph, dynamic=False, options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe})
 
     inputs = weight, weight.new_zeros(C, len(state), len(weight)), weight.new_zeros(C, len(state), 1), state
     piece = compiled(partial(recur, step), *inputs)
