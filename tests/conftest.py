@@ -41,7 +41,7 @@ DISCRETE = [name for name in SCRIPTS if "dqn" in name or name in MEMORY + DEVICE
 # How many command lines test_fuzz.py draws for each script: with --hypothesis-profile=long, 1,000.
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("long", max_examples=1000, **QUIET)
-settings.register_profile("ci", max_examples=20, derandomize=True, **QUIET)
+settings.register_profile("ci", max_examples=14, derandomize=True, **QUIET)
 settings.load_profile("ci")
 
 

@@ -108,6 +108,7 @@ class Silent(SimpleNamespace):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium's advice to name a version
 @pytest.mark.parametrize("name", [name for name in SCRIPTS + RAY if not name.endswith("_torchcompile")])
 def test_any_command_line_trains_or_is_refused_with_a_sentence(name, monkeypatch):
+    load(name)  # while the module that other tests get, too, finds the real SummaryWriter
     monkeypatch.setattr(torch.utils.tensorboard, "SummaryWriter", Silent)
     monkeypatch.setitem(sys.modules, "ray", local_ray)
     outcomes = Counter()

@@ -300,7 +300,7 @@ def test_every_mode_learns_the_same(monkeypatch, local, eager, device, flags):
     assert moved > 0 and distance(plain.parameters, fast.parameters) < 0.05 * moved
 
 
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_lag_costs_no_reproducibility(monkeypatch, local, quadrants, lag, name=ATARI[1]):
     """Not between runs and, but for rounding, not between one worker and two; a rollout is `lag` updates behind."""
     torch.set_default_dtype(torch.float64)
@@ -595,6 +595,7 @@ def test_the_policy_is_a_program(monkeypatch, local, name):
     assert len(policy(torch.zeros(shape, dtype=torch.uint8 if name in ATARI else torch.float32))) == 5
 
 
+@pytest.mark.long
 def test_compile_computes_the_same_in_whole_graphs_without_recompiling(monkeypatch, local, name=ATARI[1]):
     counters.clear()
     monkeypatch.setattr(load(name), "make_envs", ScriptedPool, raising=False)
@@ -696,6 +697,7 @@ IN_TWO_GROUPS = {"act_on": "learner", "env_groups": 2, "envs_per_worker": 2}
 KILLED = SHORT | IN_TWO_GROUPS | {"num_steps": 256, "total_timesteps": 12 * 1024}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_on_ray_itself_a_run_survives_its_workers(name="ppo_continuous_action_ray"):
     """One that dies, and one that hangs."""
