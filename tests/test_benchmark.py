@@ -286,6 +286,7 @@ def test_jax_on_the_cpu_is_not_measured_beside_a_gpu(monkeypatch, script, mode):
         measure.main(measure.Args(script, mode, 1000, "CartPole-v1"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_script_on_ray_is_measured_whose_simulators_are_elsewhere(own_folder):
     command = [sys.executable, ROOT / "benchmark" / "measure.py", "ppo_continuous_action_ray", "--mode", "eager"]

@@ -80,7 +80,8 @@ def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, na
         assert metrics[key] == pytest.approx(loss, rel=1e-3, abs=1e-5), key
 
 
-@pytest.mark.parametrize("name", NAMES[:1])
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
 def test_the_jax_script_learns_and_logs_the_same(own_folder, name):
     script, ours = load(f"{name}_jax"), load(name)
     sizes = {"num_envs": 64, "num_steps": 64} if "ppo" in name else {"num_envs": 32, "learning_rate": 3e-3}

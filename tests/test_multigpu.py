@@ -248,7 +248,7 @@ def test_the_largest_seed_and_a_signal_too_late_to_stop_anything_do_no_harm(own_
 @pytest.mark.parametrize(
     ("victim", "fault", "flags"),
     [
-        (1, signal.SIGSTOP, {}),
+        pytest.param(1, signal.SIGSTOP, {}, marks=pytest.mark.long),
         (0, signal.SIGKILL, {"ddp": False}),  # where all meet
     ],
 )
