@@ -217,9 +217,9 @@ def editions() -> str:
     """Steps a second of the third edition of the scripts, relative to the second, each in two turns."""
     rows = []
     for table in tables("editions"):
-        ratios = (sum(row["third"]) / sum(row["second"]) for row in table["rows"])
-        rows.append((table["script"], *(f"{ratio:.2f}" for ratio in ratios)))
-    columns = ["script", *(row["mode"] for row in tables("editions")[0]["rows"])]
+        ratios = {row["mode"]: f"{sum(row['third']) / sum(row['second']):.2f}" for row in table["rows"]}
+        rows.append((table["script"], *(ratios.get(mode, "") for mode in ("plain", "compile"))))
+    columns = ["script", "plain", "compile"]
     return f"{markdown(columns, rows)}\n\n({where(tables('editions')[0], 'cores', 'date', 'torch')})"
 
 
