@@ -101,35 +101,66 @@ def same_run(whole: SimpleNamespace, resumed: SimpleNamespace):
     assert equal(kept(whole.run_dir / "checkpoint.pt"), kept(resumed.run_dir / "checkpoint.pt"))
 
 
-# Twins whose update is compiled much like that of another.
-LONG = ("td3_continuous_action_torchcompile", "a2c_device_env_torchcompile", "dqn_lru_torchcompile")
 COMPILED = [(twin, {"num_steps": 4} if "ppo_rnn" in twin else {}) for _, twin in TWINS]
-COMPILED = [pytest.param(*case, marks=[pytest.mark.long] * (case[0] in LONG)) for case in COMPILED]
+# Three have their kernels made in every run of the tests: g++ takes a second for each kernel. The others' are `long`.
+SOON = ("ppo_continuous_action_torchcompile", "ppo_device_env_torchcompile", "dqn_torchcompile")
+INDUCTOR = [pytest.param(*case, marks=[pytest.mark.long] * (case[0] not in SOON)) for case in COMPILED]
 
 
-@pytest.mark.parametrize(("twin", "flags"), COMPILED)
-def test_a_compiled_run_computes_and_resumes_the_same_in_whole_graphs_without_recompiling(monkeypatch, twin, flags):
-    """As the twin without flags, to rounding; resumed, to the last bit."""
-    counters.clear()
+def sizes_of(monkeypatch, twin: str, flags: dict) -> dict:
+    """Few updates, since a rounding grows with each."""
     patch_reports(monkeypatch, twin)
     sizes = problem(twin) | flags
-    if twin in OFF_POLICY and "dqn" not in twin:  # few updates, since a rounding grows with each
+    if twin in OFF_POLICY and "dqn" not in twin:
         sizes |= {"learning_starts": 180, "total_timesteps": 300}
     sizes |= {"learning_rate": 3e-4} if twin in DEVICE else {}
     if twin in ATARI:
         monkeypatch.setattr(load(twin), "make_envs", ScriptedPool)
-    plain = train(monkeypatch, twin, **sizes)
+    return sizes
+
+
+def compiled(monkeypatch, twin: str, **flags) -> SimpleNamespace:
+    """A run in whole graphs, none of which is compiled twice."""
+    counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        whole = train_and_keep(monkeypatch, twin, **sizes, compile=True)
-        assert counters["stats"]["unique_graphs"] == row(twin).graphs
-        assert not counters["graph_break"]
-        assert counters["aot_autograd"]["total"] >= counters["stats"]["unique_graphs"]  # inductor has compiled them
-        torch._dynamo.reset()
+        run = train_and_keep(monkeypatch, twin, **flags, compile=True)
+    assert counters["stats"]["unique_graphs"] == row(twin).graphs
+    assert not counters["graph_break"]
+    assert counters["aot_autograd"]["total"] >= counters["stats"]["unique_graphs"]  # the backend has compiled them
+    return run
+
+
+def same_to_rounding(twin: str, plain: SimpleNamespace, fast: SimpleNamespace):
+    assert largest_difference(plain, fast) < (2e-5 if twin in ATARI else 5e-6)
+    numbers = {name: value for name, value in plain.metrics.items() if name != "SPS" and value is not None}
+    assert numbers == pytest.approx({name: fast.metrics[name] for name in numbers}, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize(("twin", "flags"), INDUCTOR)
+def test_a_compiled_run_computes_and_resumes_the_same(monkeypatch, twin, flags):
+    sizes = sizes_of(monkeypatch, twin, flags)
+    plain, whole = train(monkeypatch, twin, **sizes), compiled(monkeypatch, twin, **sizes)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
         resumed = train(monkeypatch, twin, **sizes, compile=True, resume=whole.second)
     same_run(whole, resumed)
-    assert largest_difference(plain, whole) < (2e-5 if twin in ATARI else 5e-6)
-    numbers = {name: value for name, value in plain.metrics.items() if name != "SPS" and value is not None}
-    assert numbers == pytest.approx({name: whole.metrics[name] for name in numbers}, rel=1e-3, abs=1e-4)
+    same_to_rounding(twin, plain, whole)
+
+
+@pytest.mark.parametrize(("twin", "flags"), [case for case in COMPILED if case[0] not in SOON])
+def test_a_twin_resumes_the_same_and_its_graphs_compute_the_same(monkeypatch, twin, flags):
+    """PyTorch runs the operators of the graphs here. Inductor would make kernels of them, which takes long."""
+    sizes = sizes_of(monkeypatch, twin, flags)
+    plain = train_and_keep(monkeypatch, twin, **sizes)
+    same_run(plain, train(monkeypatch, twin, **sizes, resume=plain.second))
+    compile = torch.compile
+
+    def without_kernels(function, options=None, **settings):
+        guards = {key: value for key, value in (options or {}).items() if key == "guard_filter_fn"}
+        return compile(function, backend="aot_eager_decomp_partition", options=guards or None, **settings)
+
+    monkeypatch.setattr(torch, "compile", without_kernels)
+    same_to_rounding(twin, plain, compiled(monkeypatch, twin, **sizes))
 
 
 ON_CUDA = [(twin, flags | {"cuda": True}) for _, twin in TWINS for flags in ({"compile": True}, {"cudagraphs": True})]

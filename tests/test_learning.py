@@ -13,7 +13,7 @@ MODES = {
     "compile+cudagraphs": ("_torchcompile", {"compile": True, "cudagraphs": True, "cuda": True}),
 }
 GATES = [name for name in CATALOG if CATALOG[name].gate]
-LONG = ("td3_continuous_action", "a2c_device_env", "ppo_lru")  # which learn much as another does
+LONG = ("td3_continuous_action", "a2c_device_env", "ppo_atari_envpool", "ppo_lru")  # which learn much as another does
 
 
 @pytest.mark.slow

@@ -306,7 +306,6 @@ def test_a_lag_costs_no_reproducibility(monkeypatch, local, quadrants, lag, name
     torch.set_default_dtype(torch.float64)
     flags = tiny(name) | GAME | {"lag": lag, "total_timesteps": 256}
     one = train(monkeypatch, name, **flags)
-    assert same(one, train(monkeypatch, name, **flags))
     flags_of_two = flags | {"num_workers": 2, "envs_per_worker": 2}
     two = train(monkeypatch, name, **flags_of_two)
     assert same(two, train(monkeypatch, name, **flags_of_two))

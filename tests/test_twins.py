@@ -41,7 +41,7 @@ def test_twins_align(eager, twin):
     assert "perf[" not in "\n".join(body(eager))
 
 
-FLAGS = [(*twins, {"num_envs": num_envs}) for twins in TWINS for num_envs in (1, 2)]
+FLAGS = [(*twins, {"num_envs": n}) for twins in TWINS for n in ((2,) if twins[0] in ATARI else (1, 2))]
 FLAGS += [(*twins, {"num_envs": 1, "autotune": False}) for twins in TWINS if "sac" in twins[0]]
 
 
