@@ -89,9 +89,10 @@ CATALOG = {
         saving={"num_steps": 64, "num_minibatches": 2, "total_timesteps": 64 * 4 * 2, "checkpoint_interval": 128},
         # an episode pays 1000 at most, and 10 with an untrained policy
         gate=(
-            {"env_id": "InvertedPendulum-v5", "total_timesteps": 24_576, "num_steps": 1024, "learning_rate": 1e-3},
+            {"env_id": "InvertedPendulum-v5", "total_timesteps": 20_480, "num_steps": 1024, "num_minibatches": 8}
+            | {"learning_rate": 3e-3},
             50,
-            400,
+            250,
         ),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=1,
