@@ -126,7 +126,7 @@ def test_a_late_gpu_with_graphs_computes_the_same_bits_as_a_rank(monkeypatch):
                 super().__init__(*dims)
                 agents.append(self)
 
-        sizes = {"local_num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 16 * 2 * 8}
+        sizes = {"local_num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 16 * 2 * 5}
         with monkeypatch.context() as patch, emulated_gpu(schedule) as gpu:
             patch.setattr(script, "AtariAgent", Spied)
             script.train(script.Args(**sizes, ddp=False, cudagraphs=cudagraphs, save_model=False))

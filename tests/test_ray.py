@@ -317,7 +317,7 @@ def test_a_lag_costs_no_reproducibility(monkeypatch, local, quadrants, lag, name
     assert one.metrics["ratio"] != 1 and largest_difference(one, train(monkeypatch, name, **flags | SYNC)) > 1e-3
 
 
-@pytest.mark.parametrize("name", ATARI)
+@pytest.mark.parametrize("name", ATARI[1:])
 def test_first_come_learns_from_what_is_ready_and_drops_what_is_old(monkeypatch, local, quadrants, name):
     flags = tiny(name) | GAME | {"num_workers": 2, "envs_per_worker": 2, "first_come": True}
     run = train(monkeypatch, name, **flags)
