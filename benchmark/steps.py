@@ -25,7 +25,7 @@ def program(page: Path = PAGE) -> dict:
     """The names that the page's Python blocks define, run one after the other."""
     names = {}
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-        exec(block, names)
+        exec(compile(block, page, "exec"), names)  # its functions have a file, as those of a script do
     return names
 
 

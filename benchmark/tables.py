@@ -223,6 +223,21 @@ def editions() -> str:
     return f"{markdown(columns, rows)}\n\n({where(tables('editions')[0], 'cores', 'date', 'torch')})"
 
 
+def lowered() -> str:
+    """What an H100 would run of each function that a twin compiles."""
+    rows = []
+    for table in tables("lowered"):
+        for row in table["rows"]:
+            counts = (f"{row[name]:,}" for name in ("launches", "products", "kernels", "registers", "spilled"))
+            fallbacks = ", ".join(row["fallbacks"])
+            size = f"{row['bytes'] / 1e6:,.1f}"
+            rows.append((table["script"], row["function"], *counts, fallbacks, size, f"{row['microseconds']:,.1f}"))
+    columns = ["script", "function", "launches", "products", "own kernels", "registers of a thread"]
+    columns += ["bytes spilled", "falls back", "MB moved", "at least, in microseconds"]
+    where_all = tables("lowered")[0]["machine"]
+    return "\n".join([markdown(columns, rows), "", f"Lowered by PyTorch {where_all['torch']}, {where_all['date']}."])
+
+
 def saving() -> str:
     """What a checkpoint with a full replay costs, in a sentence."""
     (table,) = tables("saving")
@@ -376,7 +391,7 @@ ONE_WORKER = "--num-workers=1 --worker-threads=2 --num-steps=128 --lag=0"
 def blocks() -> dict[str, Callable[[], str]]:
     """What each name stands for."""
     named = {"claim": claim, "best": best, "ablation": ablation, "phases": phases, "scaling": scaling, "pong": pong}
-    named |= {"saving": saving, "steps": steps, "scans": scans, "ray": ray, "returns": returns}
+    named |= {"saving": saving, "steps": steps, "scans": scans, "ray": ray, "returns": returns, "lowered": lowered}
     named["editions"] = editions
     named["speed"] = lambda: speed(first_of_each_script())
     named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])

@@ -56,8 +56,10 @@ def test_every_flag_has_a_line_with_its_help(name):
 
 
 def test_all_pins_are_exact():
+    """But for triton, since a PyTorch with CUDA asks for a triton of its own."""
     for path in (ROOT / "requirements").glob("*.txt"):
-        assert all(re.fullmatch(r"[\w-]+(\[\w+\])?==[\w.]+", pin) for pin in pins(path.name)), path
+        listed = pins(path.name) - {"triton"}
+        assert all(re.fullmatch(r"[\w-]+(\[\w+\])?==[\w.]+", pin) for pin in listed), path
 
 
 def commands() -> list[str]:
