@@ -77,6 +77,21 @@ SLICES |= {"hidden_size": 16, "burn_in": 4, "seq_length": 8, "state_interval": 4
 ATARI = {"env_id": "Breakout-v5", "num_envs": 2, "update_epochs": 2, "total_timesteps": 1024}
 
 CATALOG = {
+    "ppo": Script(
+        env_id="CartPole-v1",
+        steps=102_400,
+        threads=1,
+        requirements="",
+        policy="FactoredAgent",
+        losses=PPO_LOSSES,
+        tiny={"env_id": "CartPole-v1", "num_envs": 2, "update_epochs": 2, "total_timesteps": 1024},
+        saving={"num_steps": 32, "num_minibatches": 2, "total_timesteps": 64 * 4 * 2, "checkpoint_interval": 128},
+        # an episode pays 500 at most, and 22 with random actions
+        gate=({"total_timesteps": 20_480, "learning_rate": 1e-3}, 60, 120),
+        adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
+        graphs=1,
+        peers=peers.DISCRETE_PPO,
+    ),
     "ppo_continuous_action": Script(
         env_id="HalfCheetah-v4",
         steps=40_960,

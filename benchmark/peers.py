@@ -14,6 +14,8 @@ LEARNING_STARTS = 1_000  # env steps of random actions, off-policy: short, since
 PPO_SETTINGS = {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4, "gamma": 0.99}
 PPO_SETTINGS |= {"gae_lambda": 0.95, "clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5}
 PPO_SETTINGS |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
+DISCRETE_PPO_SETTINGS = PPO_SETTINGS | {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "learning_rate": 2.5e-4}
+DISCRETE_PPO_SETTINGS |= {"ent_coef": 0.01}
 LSTM = {
     "lstm_hidden_size": 128,
     "shared_lstm": True,
@@ -93,6 +95,7 @@ def both(suffix: str, algorithm: str, settings: dict, **kwargs) -> dict[str, tup
 
 PPO = both("", "PPO", PPO_SETTINGS, normalize=True)
 PPO_UNNORMALISED = both(" unnormalised", "PPO", PPO_SETTINGS)
+DISCRETE_PPO = both("", "PPO", DISCRETE_PPO_SETTINGS, num_envs=4)
 TD3 = both("", "TD3", TD3_SETTINGS)
 SAC = both("", "SAC", SAC_SETTINGS)
 DQN = both("", "DQN", DQN_SETTINGS)

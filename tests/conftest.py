@@ -31,13 +31,14 @@ SCRIPTS = [name for name in ALL_SCRIPTS if row(name).modes is not RANKS and name
 TWINS = [(name.removesuffix("_torchcompile"), name) for name in SCRIPTS if name.endswith("_torchcompile")]
 PPO_CONTINUOUS = ["ppo_continuous_action", "ppo_continuous_action_torchcompile"]
 ATARI = ["ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
-PPO = PPO_CONTINUOUS + ATARI
+PPO_DISCRETE = ["ppo", "ppo_torchcompile"]
+PPO = PPO_CONTINUOUS + PPO_DISCRETE + ATARI
 SLICED = [name for name in SCRIPTS if "dqn_lru" in name]
 MEMORY = [name for name in SCRIPTS if row(name).requirements == "memory" and name not in SLICED]  # PPO
 DEVICE = [name for name in SCRIPTS if "device_env" in name]  # whose envs are in the file
 OFF_POLICY = [name for name in SCRIPTS if name not in PPO + MEMORY + DEVICE]
 GYM = [name for name in SCRIPTS if name not in ATARI + DEVICE]
-DISCRETE = [name for name in SCRIPTS if "dqn" in name or name in MEMORY + DEVICE]  # that take vectors
+DISCRETE = [name for name in SCRIPTS if "dqn" in name or name in PPO_DISCRETE + MEMORY + DEVICE]  # that take vectors
 # How many command lines test_fuzz.py draws for each script: with --hypothesis-profile=long, 1,000.
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("long", max_examples=1000, **QUIET)

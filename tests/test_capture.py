@@ -74,6 +74,7 @@ CASES = [  # twin, flags, launches and waits per env step at most; a replay coun
     ("td3_continuous_action_torchcompile", {}, 3.3, 1.1),
     ("sac_continuous_action_torchcompile", {}, 3.3, 1.1),
     ("ppo_continuous_action_torchcompile", {}, 6.3, 0.7),
+    ("ppo_torchcompile", {}, 3.1, 0.4),
     ("dqn_lru_torchcompile", {}, 3.4, 2.4),
     ("ppo_device_env_torchcompile", {}, 0.7, 0.15),  # most launches and all waits are those of a report
     ("a2c_device_env_torchcompile", {}, 0.6, 0.15),

@@ -23,6 +23,8 @@ from conftest import (
     MEMORY,
     OFF_POLICY,
     PPO,
+    PPO_CONTINUOUS,
+    PPO_DISCRETE,
     ROOT,
     SCRIPTS,
     SLICED,
@@ -51,14 +53,15 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
     keys = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", *losses}
     assert set(events.Tags()["scalars"]) - {"charts/learning_rate", "charts/epsilon"} == keys
     assert events.Scalars("charts/SPS")[-1].value == pytest.approx(run.metrics["SPS"])
-    reports = [256, 512, 768, 1024] if name in ATARI + MEMORY else [512, 1024]
+    small = name in PPO_DISCRETE + ATARI + MEMORY  # rollouts of 256 steps, not 512
+    reports = [256, 512, 768, 1024] if small else [512, 1024]
     reports = [500, 1000, 1024] if name in OFF_POLICY else [640, 1024] if name in DEVICE else reports
     assert [e.step for e in events.Scalars("charts/SPS")] == reports
     assert [e.step for e in events.Scalars(losses[0])] == [step for step in reports if step != 500]
     lengths, returns = ([e.value for e in events.Scalars(f"charts/episodic_{x}")] for x in ("length", "return"))
     assert name in ATARI or lengths == (returns if name in DISCRETE else [200] * len(returns))
     if name in PPO + MEMORY + DEVICE:
-        share = np.array([1, 0.75, 0.5, 0.25] if name in ATARI + MEMORY else [1, 0.5])
+        share = np.array([1, 0.75, 0.5, 0.25] if small else [1, 0.5])
         share = np.array([7 / 16, 1 / 16]) if name in DEVICE else share  # of the last rollout before each report
         rates = [e.value for e in events.Scalars("charts/learning_rate")]
         assert rates == pytest.approx(share * load(name).Args.learning_rate)
@@ -222,7 +225,8 @@ CASES += [
     ("a2c_device_env_torchcompile", "minutes of compilation", ({"num_steps": 65, "compile": True}, "--num-steps"))
 ]
 CASES += [(name, *case) for name in MEMORY for case in BAD_MEMORY.items()]
-CASES += [(name, "discrete actions", BAD_CONTINUOUS["discrete actions"]) for name in PPO if name not in ATARI]
+CASES += [(name, "discrete actions", BAD_CONTINUOUS["discrete actions"]) for name in PPO_CONTINUOUS]
+CASES += [(name, "continuous actions", ({"env_id": "Pendulum-v1"}, "MultiDiscrete")) for name in PPO_DISCRETE]
 CASES += [(ATARI[1], "groups that do not divide", ({"env_groups": 3}, "--env-groups"))]
 CASES += [(name, *case) for name in SLICED for case in BAD_SLICES.items()]
 CASES += [(name, *case) for name in OFF_POLICY for case in (BAD_DQN if "dqn" in name else BAD_CONTINUOUS).items()]

@@ -4,9 +4,11 @@ import envpool
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, PPO, PPO_CONTINUOUS, ScriptedEnv, ScriptedPool, load, train
+from catalog import row
+from conftest import ATARI, DISCRETE, PPO, PPO_CONTINUOUS, ScriptedEnv, ScriptedPool, load, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+SCRIPTED = ("ScriptedEnv-v0", "DiscreteScriptedEnv-v0")  # by whether actions are discrete
 # One env, 2 rollouts of 5 steps. Episodes: 2 steps (terminated), 3 (truncated), 1 (terminated and truncated), 2, ...
 # Each end is followed by a row that only resets. Rewards: 1 2 | 0 | 11 12 13 | 0 | 21 | 0 | 31
 REWARD = [[1, 2, 0, 11, 12], [13, 0, 21, 0, 31]]
@@ -25,7 +27,7 @@ def record(monkeypatch, name: str, **args):
     script, calls, batches = load(name), [], []
     gae_name = next(function for function in ("gae", "gae_scan", "vtrace") if hasattr(script, function))
     atari = hasattr(script, "AtariAgent")
-    agent = script.AtariAgent if atari else script.Agent
+    agent = getattr(script, row(name).policy)
     original_gae, original_loss, original_forward = getattr(script, gae_name), script.ppo_loss, agent.forward
 
     def spied_gae(*inputs):
@@ -49,14 +51,14 @@ def record(monkeypatch, name: str, **args):
         patch.setattr(agent, "forward", known_value)
         if atari:
             patch.setattr(script, "make_envs", ScriptedPool)
-        else:
+        elif hasattr(script, "normalize_obs"):
             patch.setattr(script, "normalize_obs", lambda stats, obs: obs)
             patch.setattr(script, "normalize_reward", lambda stats, returns, reward, *rest: reward)
         patch.setattr(torch, "randperm", lambda n, device=None: torch.arange(n, device=device))
         args = {"num_minibatches": 1, "update_epochs": 1, "learning_rate": 0.0} | args
         if hasattr(script.Args, "num_envs"):
             args = {"num_envs": 1} | args
-        args["env_id"] = "ScriptedEnv-v0"
+        args["env_id"] = SCRIPTED[name in DISCRETE]
         run = train(patch, name, **args)
     return calls, batches, run
 
@@ -236,7 +238,7 @@ def test_a_rollout_with_one_valid_row_is_no_divergence(monkeypatch, name):
     if name in ATARI:
         monkeypatch.setattr(load(name), "make_envs", ScriptedPool)
     sizes = {"num_envs": 1, "num_steps": 2, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 64}
-    run = train(monkeypatch, name, env_id="ScriptedEnv-v0", seed=0, **sizes)
+    run = train(monkeypatch, name, env_id=SCRIPTED[name in DISCRETE], seed=0, **sizes)
     assert run.metrics["global_step"] == 64
 
 
