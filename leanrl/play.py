@@ -19,15 +19,12 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-
-PLAY = 0x504C4159  # stands first in the seeds of play.py; no training run has this --seed by chance
 
 
 @dataclass
@@ -60,7 +57,7 @@ def load_policy(path: Path) -> tuple[Callable, list[torch.Tensor], torch.Tensor,
         policy = program.module()
         examples = list(program.example_inputs[0])
         outputs = policy(*(example[:1] for example in examples))  # fails if it takes no single row
-        actions = outputs if len(examples) == 1 else outputs[0]
+        actions = outputs[0] if isinstance(outputs, tuple) else outputs
         return policy, examples, actions[0], {"script": card["script"]} | card["args"]
     except Exception as error:  # a damaged file may lead to any
         fail(f"cannot play {path}: {(str(error) or repr(error)).splitlines()[0]}")
@@ -75,7 +72,7 @@ class AtariGame(gym.Env):
     def __init__(self, env_id: str):
         import envpool  # an optional dependency
 
-        self.make = partial(envpool.make, env_id, env_type="gymnasium", num_envs=1, episodic_life=True)
+        self.make = lambda **seed: envpool.make(env_id, env_type="gymnasium", num_envs=1, episodic_life=True, **seed)
         self.action_space = gym.spaces.Discrete(self.make().action_space.n)
 
     def reset(self, *, seed: int, options=None):
@@ -127,20 +124,23 @@ def make_env(args: Args, is_atari: bool, obs: torch.Tensor, action: torch.Tensor
 
 @torch.no_grad()
 def play_episode(policy: Callable, examples: list[torch.Tensor], env: gym.Env, seed: int) -> tuple[float, int]:
-    """Plays an episode: its return and its length. A second input of a policy is memory, at first zeros."""
+    """Plays an episode: its return and its length. A second input is memory, at first zeros, or an action mask."""
+    takes_mask = len(examples) > 1 and isinstance(policy(*examples), torch.Tensor)  # with memory, it gives a tuple
     memory = [torch.zeros_like(example[:1]) for example in examples[1:]]
-    obs, _ = env.reset(seed=seed)
+    obs, info = env.reset(seed=seed)
     space = env.action_space
     rewards = []
     while True:
+        if takes_mask:
+            memory = [torch.as_tensor(np.hstack([*info["action_mask"]])[None], dtype=examples[1].dtype)]
         outputs = policy(torch.as_tensor(np.array([obs]), dtype=examples[0].dtype), *memory)
-        actions, *memory = outputs if memory else [outputs]
+        actions, *memory = outputs if isinstance(outputs, tuple) else [outputs]
         action = actions[0].numpy().astype(space.dtype).reshape(space.shape)[()]  # a number, if the shape is ()
         if isinstance(space, gym.spaces.Box):
             action = action.clip(space.low, space.high)
         if action not in space:  # NaN, too
             fail(f"the policy's action {action} is not in {space}.")
-        obs, reward, terminated, truncated, _ = env.step(action)
+        obs, reward, terminated, truncated, info = env.step(action)
         rewards.append(float(reward))
         if terminated or truncated:
             print(f"seed {seed}: return {sum(rewards):.2f}, {len(rewards)} steps")
@@ -166,7 +166,7 @@ def play(args: Args) -> dict:
         env = make_env(args, is_atari, examples[0], action)
     except Exception as error:  # the env's own code may raise anything
         fail(f"cannot play in {args.env_id!r} with {args.env_kwargs or {}}: {error}")
-    seeds = np.random.SeedSequence([PLAY, args.seed]).generate_state(args.episodes) // 2  # 31 bits
+    seeds = np.random.SeedSequence([0x504C4159, args.seed]).generate_state(args.episodes) // 2  # not those of training
     episodes = [play_episode(policy, examples, env, seed) for seed in seeds.tolist()]
     env.close()
     returns, lengths = (list(numbers) for numbers in zip(*episodes))
