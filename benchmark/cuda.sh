@@ -38,7 +38,7 @@ check() { # check PART FILE [EXPRESSION]: what needs a GPU where there is one
     { echo "alone: $test" && tests "$test" -q; } | tee -a "$out/$1.log" || true
   done || true
 }
-scripts="dqn sac_continuous_action td3_continuous_action ppo_continuous_action ppo_atari_envpool"
+scripts="dqn ppo_torchcompile sac_continuous_action td3_continuous_action ppo_continuous_action ppo_atari_envpool"
 scripts+=" dqn_lru ppo_lru ppo_rnn ppo_device_env a2c_device_env"
 for script in $scripts; do check "tests-$script" test_cuda.py "$script and not ${script}_lru"; done
 check tests-others test_cuda.py "not (${scripts// / or })"
@@ -53,6 +53,7 @@ speed() { # speed SCRIPT [FLAGS OF compare.py]: each mode for ten seconds after 
     tee "$out/speed-$1.log" || { echo "FAILED: speed-$1" && failed=1; }
 }
 clock=(--steps 1000000 --seconds 10)
+speed ppo "${clock[@]}"
 speed ppo_continuous_action "${clock[@]}"
 speed td3_continuous_action "${clock[@]}"
 speed sac_continuous_action "${clock[@]}"

@@ -1,7 +1,7 @@
 """Lowers what the twins compile to machine code for an H100, without a GPU, and counts what such a GPU would run.
 
-    python benchmark/lower.py                                # all twins: benchmark/results/lowered.json
-    python benchmark/lower.py dqn sac_continuous_action      # these; a table on the screen
+    python benchmark/lower.py                                # all twins, into benchmark/results/lowered.json
+    python benchmark/lower.py dqn sac_continuous_action      # these
 
 A twin trains here, on the CPU and at its own sizes, until it has compiled all that it compiles. The graphs that
 AOTAutograd makes of it move to a pretended GPU of compute capability 9.0. Inductor writes Triton kernels for it, and
@@ -276,8 +276,7 @@ def main(args: Args):
     for script in args.scripts:
         rows = [lower(recorded) for recorded in record(f"{script}_torchcompile")]
         print(*(json.dumps({"script": script} | row) for row in rows), sep="\n", flush=True)
-        if args.scripts == EVERY:
-            keep(RESULTS, "lowered", {"script": script, "machine": machine(), "rows": rows})
+        keep(RESULTS, "lowered", {"script": script, "machine": machine(), "rows": rows})
 
 
 if __name__ == "__main__":
