@@ -38,13 +38,13 @@ check() { # check PART FILE [EXPRESSION]: what needs a GPU where there is one
     { echo "alone: $test" && tests "$test" -q; } | tee -a "$out/$1.log" || true
   done || true
 }
-scripts="dqn ppo_torchcompile sac_continuous_action td3_continuous_action ppo_continuous_action ppo_atari_envpool"
+scripts="dqn ppo sac_continuous_action td3_continuous_action ppo_continuous_action ppo_atari_envpool"
 scripts+=" dqn_lru ppo_lru ppo_rnn ppo_device_env a2c_device_env"
-for script in $scripts; do check "tests-$script" test_cuda.py "$script and not ${script}_lru"; done
-check tests-others test_cuda.py "not (${scripts// / or })"
+for script in $scripts; do check "tests-$script" test_cuda.py "${script}_torchcompile"; done
+check tests-others test_cuda.py "not (${scripts// /_torchcompile or }_torchcompile)"
 check tests-ray test_ray.py
-for script in $scripts; do check "resume-$script" test_checkpoints.py "$script and not ${script}_lru"; done
-for script in $scripts; do check "learning-$script" test_learning.py "$script and not ${script}_lru"; done
+for script in $scripts; do check "resume-$script" test_checkpoints.py "${script}_torchcompile"; done
+for script in $scripts; do check "learning-$script" test_learning.py "[$script-"; done
 check tests-ranks test_multigpu.py # all skipped on one GPU
 
 speed() { # speed SCRIPT [FLAGS OF compare.py]: each mode for ten seconds after its warm-up, ranks for enough steps
