@@ -166,7 +166,7 @@ def play(args: Args) -> dict:
         env = make_env(args, is_atari, examples[0], action)
     except Exception as error:  # the env's own code may raise anything
         fail(f"cannot play in {args.env_id!r} with {args.env_kwargs or {}}: {error}")
-    seeds = np.random.SeedSequence([0x504C4159, args.seed]).generate_state(args.episodes) // 2  # not those of training
+    seeds = np.random.SeedSequence([0x504C4159, args.seed]).generate_state(args.episodes) // 2  # 31 bits
     episodes = [play_episode(policy, examples, env, seed) for seed in seeds.tolist()]
     env.close()
     returns, lengths = (list(numbers) for numbers in zip(*episodes))

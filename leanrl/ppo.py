@@ -271,12 +271,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     action_space = envs[0].action_space
     if not isinstance(action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         fail(f"{args.env_id} takes actions in {action_space}; needed: Discrete or MultiDiscrete.")
-    is_single = isinstance(action_space, gym.spaces.Discrete)
-    sizes = np.ravel(action_space.n if is_single else action_space.nvec).tolist()
+    sizes = np.ravel(action_space.nvec if hasattr(action_space, "nvec") else action_space.n).tolist()
     run_dir, writer, device = start_run(args, saved)
     has_mask = "action_mask" in envs[0].reset(seed=0)[1]
     if has_mask:
         envs = [MaskInObservation(env) for env in envs]
+
     reward = np.zeros(N)
     terminated = np.zeros(N, bool)
     truncated = np.full(N, first_iteration > 0)  # a resumed run begins with resets, as after a save
