@@ -46,7 +46,7 @@ class Args:
     cell: str | None = None  # measure this one alone, "way/workers/milliseconds", and print its steps per second
 
 
-def steps_of_ray(way: str, workers: int, milliseconds: int) -> float:
+def steps_of_ray(way: str, workers: int, milliseconds: float, **settings) -> float:
     """Env steps a second while sampling, after a first iteration; each takes about 2 s, within 2 to 128 steps."""
     sys.path.insert(0, str(FOLDER.parent / "leanrl"))
     import ppo_continuous_action_ray_torchcompile as script
@@ -66,7 +66,7 @@ def steps_of_ray(way: str, workers: int, milliseconds: int) -> float:
     iterations = 3 if milliseconds == 1000 else 5
     flags |= {"num_workers": workers, "num_steps": num_steps, "num_minibatches": 1, "update_epochs": 1}
     flags |= {"total_timesteps": iterations * num_steps * workers * envs, "save_model": False, "cuda": False}
-    script.train(script.Args(env_id=f"sleeping:Sleep{milliseconds}ms-v0", **flags))
+    script.train(script.Args(**flags | {"env_id": f"sleeping:Sleep{milliseconds}ms-v0"} | settings))
     return mean(rates[1:])
 
 

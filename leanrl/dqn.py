@@ -107,14 +107,14 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and envs (31 bits) from seed and step alone; returns the observations."""
-    first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
+    """Seeds all generators and envs (30 bits) from seed and step alone; returns the observations."""
+    first = int(np.random.SeedSequence([seed, step, bool(envs)]).generate_state(1)[0]) // 4
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
-        env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]
+        env.unwrapped.action_space.seed(first + i)
+    return [env.reset(seed=first + i)[0] for i, env in enumerate(envs)]
 
 
 class QNetwork(nn.Module):
@@ -360,9 +360,9 @@ def save_checkpoint(run_dir: Path, args: Args, kept: dict):
 
 def load_checkpoint(args: Args) -> dict:
     """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
-    free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
-    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads", "ray_address"]
-    free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
+    free = ["exp_name", "total_timesteps", "resume", "torch_deterministic", "cuda", "compile", "cudagraphs", "bf16"]
+    free += ["async_envs", "env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads"]
+    free += ["ray_address", "tf32", "save_model", "checkpoint_interval", "track", "wandb_project_name", "wandb_entity"]
     settings = {"script": Path(__file__).stem} | asdict(args)
     paths = [args.resume] if args.resume else []
     if args.resume == "auto":

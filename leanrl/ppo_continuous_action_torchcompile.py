@@ -17,9 +17,11 @@ Differences from CleanRL's ppo_continuous_action.py:
 4. The policy's actions are scaled, so that -1 .. 1 spans the bounds of the env, and then clipped.
 """
 
+import atexit
 import json
 import logging  # perf[capture]
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -58,7 +60,8 @@ class Args:
     env_kwargs: str = "{}"  # settings of the env as JSON, e.g. '{"forward_reward_weight": 2}'
     total_timesteps: int = 1_000_000  # env steps, summed over all envs
     learning_rate: float = 3e-4  # learning rate of Adam
-    num_envs: int = 1  # number of envs, stepped one after the other
+    num_envs: int = 1  # number of envs
+    async_envs: bool = False  # step envs at the same time, each in a process of its own; for slow simulators
     num_steps: int = 2048  # steps of each env per rollout
     anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
     gamma: float = 0.99  # discount factor
@@ -118,15 +121,46 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
     return episodes
 
 
+def step_processes(envs, action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
+    """Does what step_envs does, for the vector env of start_processes."""
+    over = np.logical_or(terminated, truncated)
+    paid = np.zeros(len(over))
+    if over.all():  # as they are after a save
+        obs[:], _ = envs[0].reset()
+        terminated[:] = truncated[:] = False
+    else:
+        obs[:], paid, terminated[:], truncated[:], _ = envs[0].step(action)  # those that are over reset
+    reward[:] = paid
+    totals += np.stack([paid, np.ones(len(over))])
+    totals[:, over] = 0
+    over = np.logical_or(terminated, truncated)
+    return [tuple(x) for x in totals.T[over].tolist()]
+
+
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and envs (31 bits) from seed and step alone; returns the observations."""
-    first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
+    """Seeds all generators and envs (30 bits) from seed and step alone; returns the observations."""
+    first = int(np.random.SeedSequence([seed, step, bool(envs)]).generate_state(1)[0]) // 4
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
-        env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]
+        env.unwrapped.action_space.seed(first + i)
+    return [env.reset(seed=first + i)[0] for i, env in enumerate(envs)]
+
+
+def start_processes(make, seed: int, num_envs: int) -> list[gym.vector.VectorEnv]:
+    """Calls make() in a process for each env; returns one vector env of them all, in a list."""
+
+    def make_seeded(i: int) -> gym.Env:
+        start_anew(seed, i, [])  # an env may draw from the generators of its process
+        return make()
+
+    envs = []  # kept to the end of the program
+    # a fork has our handlers: it works on after a Ctrl-C, until the run is saved, and survives Gymnasium's SIGTERM
+    atexit.register(lambda _: [process.kill() for process in multiprocessing.active_children()], envs)
+    makers = [partial(make_seeded, i) for i in range(num_envs)]
+    envs.append(gym.vector.AsyncVectorEnv(makers, context="fork"))
+    return envs
 
 
 def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
@@ -317,13 +351,17 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if first_iteration >= num_iterations:
         fail("nothing is left to do; raise --total-timesteps to go on.")
     start_anew(args.seed, 0, [])  # seeds what makes envs and networks
-    envs = [make_env(args, gym.spaces.Box) for _ in range(N)]
+    envs = [make_env(args, gym.spaces.Box) for _ in range(1 if args.async_envs else N)]
     obs_dim = envs[0].observation_space.shape[0]
     action_space = envs[0].action_space
     if action_space.dtype.kind != "f":
         fail(f"{args.env_id} takes actions in {action_space}; needed: floats.")
     action_dim = math.prod(action_space.shape)
     center, scale = action_scale(action_space)
+    if args.async_envs:
+        envs[0].close()
+        envs = start_processes(lambda: make_env(args, gym.spaces.Box), args.seed, N)
+    step_all = step_processes if args.async_envs else step_envs
     run_dir, writer, device = start_run(args, saved)
     if args.cudagraphs and device.type != "cuda":  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
@@ -340,7 +378,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     # perf[graph] the state of a run is tensors alone; perf[tensor] a number would keep the value it was compiled with
     state = {"parameters": dict(agent.named_parameters()), "lr": torch.zeros((), device=device)}
     state |= {"adam": adam_state(agent.parameters()), "normalizer": normalizer}
-    raw_obs = np.array(start_anew(args.seed, first_iteration, envs), np.float64)
+    raw_obs = np.vstack(start_anew(args.seed, first_iteration, envs)).astype(np.float64)
     obs = normalize_obs(obs_stats, raw_obs).astype(np.float32)  # perf[host]
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), saved["state"]):  # perf[graph]
@@ -386,7 +424,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             env_action = env_action.clip(action_space.low, action_space.high)
             valid = ~(terminated | truncated)  # where the last step ended an episode, this one only resets
             global_step += N
-            for return_, length in step_envs(envs, env_action, raw_obs, reward, terminated, truncated, totals):
+            for return_, length in step_all(envs, env_action, raw_obs, reward, terminated, truncated, totals):
                 writer.add_scalar("charts/episodic_return", return_, global_step)
                 writer.add_scalar("charts/episodic_length", length, global_step)
                 last_returns.append(return_)
@@ -503,9 +541,9 @@ def save_checkpoint(run_dir: Path, args: Args, kept: dict):
 
 def load_checkpoint(args: Args) -> dict:
     """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
-    free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
-    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads", "ray_address"]
-    free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
+    free = ["exp_name", "total_timesteps", "resume", "torch_deterministic", "cuda", "compile", "cudagraphs", "bf16"]
+    free += ["async_envs", "env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads"]
+    free += ["ray_address", "tf32", "save_model", "checkpoint_interval", "track", "wandb_project_name", "wandb_entity"]
     settings = {"script": Path(__file__).stem} | asdict(args)
     paths = [args.resume] if args.resume else []
     if args.resume == "auto":

@@ -17,9 +17,11 @@ Differences from CleanRL's ppo.py:
 3. Actions that info["action_mask"] rules out, 0 in it, have probability 0 when acting and when learning.
 """
 
+import atexit
 import json
 import logging  # perf[capture]
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -58,7 +60,8 @@ class Args:
     env_kwargs: str = "{}"  # settings of the env as JSON, e.g. '{"is_slippery": false}'
     total_timesteps: int = 500_000  # env steps, summed over all envs
     learning_rate: float = 2.5e-4  # learning rate of Adam
-    num_envs: int = 4  # number of envs, stepped one after the other
+    num_envs: int = 4  # number of envs
+    async_envs: bool = False  # step envs at the same time, each in a process of its own; for slow simulators
     num_steps: int = 128  # steps of each env per rollout
     anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
     gamma: float = 0.99  # discount factor
@@ -118,19 +121,54 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
     return episodes
 
 
+def step_processes(envs, action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
+    """Does what step_envs does, for the vector env of start_processes."""
+    over = np.logical_or(terminated, truncated)
+    paid = np.zeros(len(over))
+    if over.all():  # as they are after a save
+        obs[:], _ = envs[0].reset()
+        terminated[:] = truncated[:] = False
+    else:
+        obs[:], paid, terminated[:], truncated[:], _ = envs[0].step(action)  # those that are over reset
+    reward[:] = paid
+    totals += np.stack([paid, np.ones(len(over))])
+    totals[:, over] = 0
+    over = np.logical_or(terminated, truncated)
+    return [tuple(x) for x in totals.T[over].tolist()]
+
+
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and envs (31 bits) from seed and step alone; returns the observations."""
-    first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
+    """Seeds all generators and envs (30 bits) from seed and step alone; returns the observations."""
+    first = int(np.random.SeedSequence([seed, step, bool(envs)]).generate_state(1)[0]) // 4
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
-        env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]
+        env.unwrapped.action_space.seed(first + i)
+    return [env.reset(seed=first + i)[0] for i, env in enumerate(envs)]
+
+
+def start_processes(make, seed: int, num_envs: int) -> list[gym.vector.VectorEnv]:
+    """Calls make() in a process for each env; returns one vector env of them all, in a list."""
+
+    def make_seeded(i: int) -> gym.Env:
+        start_anew(seed, i, [])  # an env may draw from the generators of its process
+        return make()
+
+    envs = []  # kept to the end of the program
+    # a fork has our handlers: it works on after a Ctrl-C, until the run is saved, and survives Gymnasium's SIGTERM
+    atexit.register(lambda _: [process.kill() for process in multiprocessing.active_children()], envs)
+    makers = [partial(make_seeded, i) for i in range(num_envs)]
+    envs.append(gym.vector.AsyncVectorEnv(makers, context="fork"))
+    return envs
 
 
 class MaskInObservation(gym.Wrapper):
     """Appends info["action_mask"] to the observation: L numbers, 0 for each action that is ruled out."""
+
+    def __init__(self, env: gym.Env, num_logits: int):
+        super().__init__(env)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (env.observation_space.shape[0] + num_logits,))
 
     def reset(self, **settings):
         obs, info = self.env.reset(**settings)
@@ -300,29 +338,35 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if first_iteration >= num_iterations:
         fail("nothing is left to do; raise --total-timesteps to go on.")
     start_anew(args.seed, 0, [])  # seeds what makes envs and networks
-    envs = [make_env(args, gym.Space) for _ in range(N)]
+    envs = [make_env(args, gym.Space) for _ in range(1 if args.async_envs else N)]
     obs_dim = envs[0].observation_space.shape[0]
     action_space = envs[0].action_space
     if not isinstance(action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         fail(f"{args.env_id} takes actions in {action_space}; needed: Discrete or MultiDiscrete.")
     sizes = np.ravel(action_space.nvec if hasattr(action_space, "nvec") else action_space.n).tolist()
+    has_mask = "action_mask" in envs[0].reset(seed=0)[1]
+    wrap = partial(MaskInObservation, num_logits=sum(sizes)) if has_mask else lambda env: env
+    envs = [wrap(env) for env in envs]
+    if args.async_envs:
+        envs[0].close()
+        envs = start_processes(lambda: wrap(make_env(args, gym.Space)), args.seed, N)
+    step_all = step_processes if args.async_envs else step_envs
     run_dir, writer, device = start_run(args, saved)
     if args.cudagraphs and device.type != "cuda":  # perf[capture]
         print("warning: --cudagraphs needs a GPU; going on without.", file=sys.stderr)
         args.cudagraphs = False
-    has_mask = "action_mask" in envs[0].reset(seed=0)[1]
-    if has_mask:
-        envs = [MaskInObservation(env) for env in envs]
 
     reward = np.zeros(N)
     terminated = np.zeros(N, bool)
     truncated = np.full(N, first_iteration > 0)  # a resumed run begins with resets, as after a save
     totals = np.zeros((2, N))  # return and length of the open episodes
+    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
+    global_step = first_iteration * batch_size
     agent = FactoredAgent(obs_dim, sizes).to(device).requires_grad_(False)
     # perf[graph] the state of a run is tensors alone; perf[tensor] a number would keep the value it was compiled with
     state = {"parameters": dict(agent.named_parameters()), "lr": torch.zeros((), device=device)}
     state["adam"] = adam_state(agent.parameters())
-    host_obs = np.array(start_anew(args.seed, first_iteration, envs), np.float32)  # (N, O), or (N, O + L) with a mask
+    host_obs = np.vstack(start_anew(args.seed, first_iteration, envs)).astype(np.float32)  # O columns, or O + L
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), saved["state"]):  # perf[graph]
             tensor.copy_(saved_tensor)
@@ -330,8 +374,6 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     obs_buffer = np.zeros((T + 1, *host_obs.shape), np.float32)  # perf[host]
     action_buffer = np.zeros((T, N, len(sizes)), np.int64)
     batch = {}  # the first rollout fills it
-    env_buffer = np.zeros((4, T, N), np.float32)  # reward, terminated, done, valid: sent to the device when full
-    global_step = first_iteration * batch_size
     progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
     last_returns = deque(saved.get("last_returns", []), maxlen=100)
     clock = time.perf_counter(), global_step  # of the last report
@@ -369,7 +411,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             env_action = action.reshape(N, *action_space.shape) + action_space.start
             valid = ~(terminated | truncated)  # where the last step ended an episode, this one only resets
             global_step += N
-            for return_, length in step_envs(envs, env_action, host_obs, reward, terminated, truncated, totals):
+            for return_, length in step_all(envs, env_action, host_obs, reward, terminated, truncated, totals):
                 writer.add_scalar("charts/episodic_return", return_, global_step)
                 writer.add_scalar("charts/episodic_length", length, global_step)
                 last_returns.append(return_)
@@ -484,9 +526,9 @@ def save_checkpoint(run_dir: Path, args: Args, kept: dict):
 
 def load_checkpoint(args: Args) -> dict:
     """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
-    free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
-    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads", "ray_address"]
-    free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
+    free = ["exp_name", "total_timesteps", "resume", "torch_deterministic", "cuda", "compile", "cudagraphs", "bf16"]
+    free += ["async_envs", "env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads"]
+    free += ["ray_address", "tf32", "save_model", "checkpoint_interval", "track", "wandb_project_name", "wandb_entity"]
     settings = {"script": Path(__file__).stem} | asdict(args)
     paths = [args.resume] if args.resume else []
     if args.resume == "auto":

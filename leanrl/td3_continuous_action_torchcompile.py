@@ -17,10 +17,12 @@ Differences from CleanRL's td3_continuous_action.py:
 4. The networks see actions scaled to -1 .. 1.
 """
 
+import atexit
 import copy
 import json
 import logging  # perf[capture]
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -30,6 +32,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -60,7 +63,8 @@ class Args:
     env_kwargs: str = "{}"  # settings of the env as JSON, e.g. '{"forward_reward_weight": 2}'
     total_timesteps: int = 1_000_000  # env steps, summed over all envs
     learning_rate: float = 3e-4  # learning rate of the actor and the critics
-    num_envs: int = 1  # number of envs, stepped one after the other
+    num_envs: int = 1  # number of envs
+    async_envs: bool = False  # step envs at the same time, each in a process of its own; for slow simulators
     buffer_size: int = 1_000_000  # capacity of the replay ring, in transitions
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # how far the target networks move towards the trained ones at each update
@@ -117,15 +121,46 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
     return episodes
 
 
+def step_processes(envs, action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
+    """Does what step_envs does, for the vector env of start_processes."""
+    over = np.logical_or(terminated, truncated)
+    paid = np.zeros(len(over))
+    if over.all():  # as they are after a save
+        obs[:], _ = envs[0].reset()
+        terminated[:] = truncated[:] = False
+    else:
+        obs[:], paid, terminated[:], truncated[:], _ = envs[0].step(action)  # those that are over reset
+    reward[:] = paid
+    totals += np.stack([paid, np.ones(len(over))])
+    totals[:, over] = 0
+    over = np.logical_or(terminated, truncated)
+    return [tuple(x) for x in totals.T[over].tolist()]
+
+
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and envs (31 bits) from seed and step alone; returns the observations."""
-    first = int(np.random.SeedSequence([seed, step, len(envs)]).generate_state(1)[0])
+    """Seeds all generators and envs (30 bits) from seed and step alone; returns the observations."""
+    first = int(np.random.SeedSequence([seed, step, bool(envs)]).generate_state(1)[0]) // 4
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
-        env.unwrapped.action_space.seed((first + i) % 2**31)
-    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]
+        env.unwrapped.action_space.seed(first + i)
+    return [env.reset(seed=first + i)[0] for i, env in enumerate(envs)]
+
+
+def start_processes(make, seed: int, num_envs: int) -> list[gym.vector.VectorEnv]:
+    """Calls make() in a process for each env; returns one vector env of them all, in a list."""
+
+    def make_seeded(i: int) -> gym.Env:
+        start_anew(seed, i, [])  # an env may draw from the generators of its process
+        return make()
+
+    envs = []  # kept to the end of the program
+    # a fork has our handlers: it works on after a Ctrl-C, until the run is saved, and survives Gymnasium's SIGTERM
+    atexit.register(lambda _: [process.kill() for process in multiprocessing.active_children()], envs)
+    makers = [partial(make_seeded, i) for i in range(num_envs)]
+    envs.append(gym.vector.AsyncVectorEnv(makers, context="fork"))
+    return envs
 
 
 class Actor(nn.Module):
@@ -284,7 +319,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     if first_step >= total_steps:
         fail("nothing is left to do; raise --total-timesteps to go on.")
     start_anew(args.seed, 0, [])  # seeds what makes envs and networks
-    envs = [make_env(args, gym.spaces.Box) for _ in range(N)]
+    envs = [make_env(args, gym.spaces.Box) for _ in range(1 if args.async_envs else N)]
     obs_dim = envs[0].observation_space.shape[0]
     action_space = envs[0].action_space
     action_dim = math.prod(action_space.shape)
@@ -292,6 +327,10 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     scale = (action_space.high - action_space.low) / 2
     if not ((scale > 0) & np.isfinite(scale)).all() or action_space.dtype.kind != "f":
         fail(f"{args.env_id} takes actions in {action_space}; needed: floats with finite bounds, low below high.")
+    if args.async_envs:
+        envs[0].close()
+        envs = start_processes(lambda: make_env(args, gym.spaces.Box), args.seed, N)
+    step_all = step_processes if args.async_envs else step_envs
     run_dir, writer, device = start_run(args, saved)
     on_gpu = device.type == "cuda"
     if args.cudagraphs and not on_gpu:  # perf[capture]
@@ -320,7 +359,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     adams = {f"{name}_adam": adam_state(params.values()) for name, params in networks.items()}
     targets = {f"{name}_target": copy.deepcopy(params) for name, params in networks.items()}
     state = networks | adams | targets | {"newest": newest, "lr": torch.full((), args.learning_rate, device=device)}
-    obs[:] = start_anew(args.seed, first_step, envs)
+    obs[:] = np.vstack(start_anew(args.seed, first_step, envs))
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), saved["state"]):  # perf[graph]
             tensor.copy_(saved_tensor)
@@ -388,7 +427,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         env_action = (center + scale * action.reshape(N, *action_space.shape)).clip(action_space.low, action_space.high)
         valid[:] = 1 - np.maximum(terminated, truncated)  # where the last step ended an episode, this one only resets
         global_step = (step + 1) * N
-        for return_, length in step_envs(envs, env_action, obs, reward, terminated, truncated, totals):
+        for return_, length in step_all(envs, env_action, obs, reward, terminated, truncated, totals):
             writer.add_scalar("charts/episodic_return", return_, global_step)
             writer.add_scalar("charts/episodic_length", length, global_step)
             last_returns.append(return_)
@@ -480,9 +519,9 @@ def save_checkpoint(run_dir: Path, args: Args, kept: dict):
 
 def load_checkpoint(args: Args) -> dict:
     """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
-    free = ["exp_name", "total_timesteps", "torch_deterministic", "cuda", "tf32", "compile", "cudagraphs", "bf16"]
-    free += ["env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads", "ray_address"]
-    free += ["save_model", "checkpoint_interval", "resume", "track", "wandb_project_name", "wandb_entity"]
+    free = ["exp_name", "total_timesteps", "resume", "torch_deterministic", "cuda", "compile", "cudagraphs", "bf16"]
+    free += ["async_envs", "env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads"]
+    free += ["ray_address", "tf32", "save_model", "checkpoint_interval", "track", "wandb_project_name", "wandb_entity"]
     settings = {"script": Path(__file__).stem} | asdict(args)
     paths = [args.resume] if args.resume else []
     if args.resume == "auto":

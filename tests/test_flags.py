@@ -78,6 +78,7 @@ def test_names_and_defaults_are_cleanrls(name):
     assert theirs.keys() - ours.keys() <= absent
     added = set().union(*(flags for part, flags in OURS_OF.items() if name.endswith(part)))
     added |= set() if "atari" in name or "device_env" in name else {"env_kwargs"}  # of Gymnasium's envs
+    added |= {"async_envs"} if hasattr(load(name), "step_processes") else set()
     assert ours.keys() - theirs.keys() - {"save_model"} == added | OURS
     expected = theirs | {"exp_name": name, "wandb_project_name": "leanrl"} | OTHER_DEFAULTS.get(base, {})
     for flag in ours.keys() & theirs.keys() - {"save_model"}:

@@ -99,7 +99,7 @@ def test_every_command_in_the_documents_parses(line):
         args = tyro.cli(importlib.import_module(name.removeprefix("benchmark/")).Args, args=words[1:])
         scripts = (
             []
-            if name in ("benchmark/scans", "benchmark/efficiency")
+            if name in ("benchmark/scans", "benchmark/efficiency", "benchmark/processes")
             else getattr(args, "scripts", None) or [args.script]
         )
         assert all((ROOT / "leanrl" / f"{script}.py").exists() for script in scripts)
