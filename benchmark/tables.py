@@ -291,6 +291,21 @@ def ray() -> str:
     return f"{shown}\n\n{text}"
 
 
+def processes() -> str:
+    """Env steps a second by who steps the simulators, one that computes and one that sleeps."""
+    (table,) = tables("processes")
+    kinds = ("simulator", "milliseconds", "envs")
+    rates = {(*(row[kind] for kind in kinds), row["way"]): row["steps_per_second"] for row in table["rows"]}
+    ways = list(dict.fromkeys(key[3] for key in rates))
+    rows = []
+    for simulator, milliseconds, envs in dict.fromkeys(key[:3] for key in rates):
+        cells = [amount(rates.get((simulator, milliseconds, envs, way)), "{:,.0f}") for way in ways]
+        rows.append((simulator, f"{milliseconds:g} ms", str(envs), *cells))
+    shown = markdown(["simulator", "step", "envs", *ways], rows)
+    text = f"Env steps a second, without policy and update; medians of {table['turns']} turns "
+    return f"{shown}\n\n{text}({where(table, 'cores', 'torch', 'date', 'commit')})."
+
+
 # ---------- returns ----------
 
 
@@ -392,7 +407,7 @@ def blocks() -> dict[str, Callable[[], str]]:
     """What each name stands for."""
     named = {"claim": claim, "best": best, "ablation": ablation, "phases": phases, "scaling": scaling, "pong": pong}
     named |= {"saving": saving, "steps": steps, "scans": scans, "ray": ray, "returns": returns, "lowered": lowered}
-    named["editions"] = editions
+    named |= {"editions": editions, "processes": processes}
     named["speed"] = lambda: speed(first_of_each_script())
     named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])
     for script in ("ppo_continuous_action_ray", "ppo_device_env", "a2c_device_env"):

@@ -107,14 +107,14 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and envs (30 bits) from seed and step alone; returns the observations."""
-    first = int(np.random.SeedSequence([seed, step, bool(envs)]).generate_state(1)[0]) // 4
+    """Seeds all generators and envs (31 bits) from seed and step alone; returns the observations."""
+    first = int(np.random.SeedSequence([seed, step, bool(envs)]).generate_state(1)[0])
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
-        env.unwrapped.action_space.seed(first + i)
-    return [env.reset(seed=first + i)[0] for i, env in enumerate(envs)]
+        env.unwrapped.action_space.seed((first + i) % 2**31)
+    return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]
 
 
 class QNetwork(nn.Module):

@@ -118,7 +118,7 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def seed_process(numbers: list[int], offset: int = 0) -> int:
-    """Seeds this process by seed, step and number of envs; their seeds count on from what is returned."""
+    """Seeds this process by seed, step and whether it has envs; their seeds count on from what is returned."""
     first = int(np.random.SeedSequence(numbers).generate_state(1)[0]) + offset
     random.seed(first)  # an env may draw from this generator, and from the next
     np.random.seed(first % 2**32)  # noqa: NPY002
@@ -298,8 +298,7 @@ class Simulators:
             self.envs = self.envs or [make_env(self.args, gym.spaces.Box) for _ in self.totals[0]]
         except SystemExit as error:  # Ray would not say why
             raise RuntimeError(f"no {self.args.env_id} there: {error.__context__ or 'wrong spaces'}") from error
-        num_envs = self.args.num_workers * self.args.envs_per_worker
-        first = seed_process([self.args.seed, step, num_envs], offset)
+        first = seed_process([self.args.seed, step, 1], offset)
         self.totals[:] = 0
         for i, env in enumerate(self.envs):
             env.unwrapped.action_space.seed((first + i) % 2**31)
@@ -494,7 +493,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     run_dir, writer, device = start_run(args, saved)
 
     def start_anew(iteration: int) -> np.ndarray:  # seeds all by it, and returns the first observations
-        seed_process([args.seed, iteration, N])
+        seed_process([args.seed, iteration, 1])
         return np.concatenate(workers.reset(range(args.num_workers), iteration))
 
     discounted_return = np.zeros(N)

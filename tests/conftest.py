@@ -148,7 +148,7 @@ class KnownSeeds(np.random.SeedSequence):
 
     def generate_state(self, *count) -> np.ndarray:
         if isinstance(self.entropy, list):
-            return np.array([4 * (10_000 * self.entropy[0] + 10 * self.entropy[1])])  # of which a quarter is taken
+            return np.array([10_000 * self.entropy[0] + 10 * self.entropy[1]])
         return super().generate_state(*count)
 
 

@@ -192,7 +192,7 @@ def test_simulators_can_take_the_seeds_of_a_run(monkeypatch, odd, name):
 
 
 def test_no_two_envs_share_a_stream(odd):
-    """Of one run or of runs of other seeds, at the start and at a checkpoint; with 30 bits, chance may join two."""
+    """Of one run or of runs of other seeds, at the start and at a checkpoint; with 31 bits, chance may join two."""
     spaces = []
     for seed, step in itertools.product([0, 1, 2, 3, 299_999, 300_000, 300_001, 2**40, 2**40 + 1], [0, 1000, 2000]):
         envs = [gym.make("Odd-v0") for _ in range(5)]
