@@ -51,7 +51,8 @@ def steps_of_ray(way: str, workers: int, milliseconds: float, **settings) -> flo
     sys.path.insert(0, str(FOLDER.parent / "leanrl"))
     import ppo_continuous_action_ray_torchcompile as script
 
-    flags = {"envs_per_worker": ENVS.get(milliseconds, 4)} | WAYS[way]
+    flags = {"env_id": f"sleeping:Sleep{milliseconds}ms-v0", "envs_per_worker": ENVS.get(milliseconds, 4)}
+    flags |= WAYS[way] | settings
     envs = flags["envs_per_worker"]
     num_steps = int(np.clip(2000 / envs / milliseconds, 2, 128))
     rates = []
@@ -66,7 +67,7 @@ def steps_of_ray(way: str, workers: int, milliseconds: float, **settings) -> flo
     iterations = 3 if milliseconds == 1000 else 5
     flags |= {"num_workers": workers, "num_steps": num_steps, "num_minibatches": 1, "update_epochs": 1}
     flags |= {"total_timesteps": iterations * num_steps * workers * envs, "save_model": False, "cuda": False}
-    script.train(script.Args(**flags | {"env_id": f"sleeping:Sleep{milliseconds}ms-v0"} | settings))
+    script.train(script.Args(**flags))
     return mean(rates[1:])
 
 

@@ -302,8 +302,9 @@ def processes() -> str:
         cells = [amount(rates.get((simulator, milliseconds, envs, way)), "{:,.0f}") for way in ways]
         rows.append((simulator, f"{milliseconds:g} ms", str(envs), *cells))
     shown = markdown(["simulator", "step", "envs", *ways], rows)
-    text = f"Env steps a second, without policy and update; medians of {table['turns']} turns "
-    return f"{shown}\n\n{text}({where(table, 'cores', 'torch', 'date', 'commit')})."
+    turns = f"{table['turns']} turn{'s' * (table['turns'] > 1)}"
+    details = where(table, turns, "cores", "torch", "date", "commit")
+    return f"{shown}\n\nEnv steps a second, without policy and update ({details})."
 
 
 # ---------- returns ----------
