@@ -17,7 +17,7 @@ import numpy as np
 from results import RESULTS, ROOT, first_of_each_script, read_csv, tables
 from tables import blocks, is_ours, where
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "benchmark" / "notebook.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS, PEER, PLAIN = "#2b6cb0", "#a0aec0", "#c05621"
 COLORS = {"eager": PLAIN, "compile+bf16": "#2f855a", "no memory": "#718096", "jax": "#805ad5", "sb3 contrib": "#d69e2e"}
 COLORS |= {"compile annealed over 10M": "#319795", "eager annealed over 10M": "#d53f8c"}

@@ -21,7 +21,7 @@ from catalog import row
 from conftest import ALL_SCRIPTS, ROOT, load
 from torch.distributed.run import get_args_parser
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "benchmark" / "notebook.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def pins(*names: str) -> set[str]:
