@@ -29,7 +29,11 @@ from runs import Run, best_threads, file_of, patched
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 BINS = 100
+LANDER = "--num-envs 16 --num-steps 256 --num-minibatches 16 --update-epochs 10 --learning-rate 1e-3 --no-clip-vloss"
+CAR = """--num-envs 16 --num-steps 16 --learning-rate 3e-3 --no-clip-vloss --env-kwargs '{"max_episode_steps": 1000}'"""
 FLAGS = {  # of a script in an env for which its defaults, chosen for another, are not good
+    ("ppo", "LunarLander-v3"): f"{LANDER} --gamma 0.999 --gae-lambda 0.98",
+    ("ppo", "MountainCar-v0"): f"{CAR} --gae-lambda 0.98",
     ("ppo_atari_ray", "Pong-v5"): "--envs-per-worker 4 --num-steps 128",  # the batches of ppo_atari_envpool
     ("ppo_device_env", "MinAtar/Breakout-v1"): "--num-envs 64 --num-steps 128 --num-minibatches 8 --learning-rate 5e-3",
 }

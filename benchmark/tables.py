@@ -351,7 +351,7 @@ def return_rows() -> list[tuple[str, ...]]:
 
 def returns(only: str | None = None) -> str:
     """Mean and standard deviation over seeds, beside the published ones, of all scripts or of one."""
-    columns = ["script", "environment", "steps", "mode", "seeds", "return", "published, 3 seeds"]
+    columns = ["script", "environment", "steps", "mode", "seeds", "return", "published (CleanRL: 3 seeds)"]
     return markdown(columns, [row for row in return_rows() if only in (None, row[0])])
 
 
