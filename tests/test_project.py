@@ -122,7 +122,7 @@ def test_readme_shows_a_real_hunk():
 
 
 def test_the_calculator_of_the_page_gives_the_figures_of_the_page():
-    page = (ROOT / "docs" / "ray.md").read_text()
+    page = (ROOT / "benchmark" / "notebook.md").read_text()
     names = {}
     exec(re.search(r"```python\n(def limits.+?)```", page, re.S)[1], names)
     limits, defaults = names["limits"], inspect.signature(names["limits"]).parameters
