@@ -372,8 +372,9 @@ def test_the_proof_sees_a_planted_fault(monkeypatch, fault):
 
 
 def names_of_the_page() -> dict:
-    """What the code of docs/device.md defines. One of its blocks is a proof, which runs here."""
-    page = (Path(__file__).parent.parent / "docs" / "device.md").read_text()
+    """What the code of the pages defines. One of the blocks is a proof, which runs here."""
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "device.md").read_text() + (root / "benchmark" / "notebook.md").read_text()
     names = {}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(block, names)
