@@ -440,3 +440,14 @@ def test_a_resumed_run_goes_on_in_its_run_of_wandb(monkeypatch, name):
     assert torch.load(newest("checkpoint.pt"), weights_only=True)["wandb_id"] == "r2d2"
     run(monkeypatch, name, track=True, total_timesteps=2 * interval, resume="auto")
     assert [names["id"] for names in started] == [None, "r2d2"] and started[1]["resume"] == "allow"
+
+
+@pytest.mark.parametrize("name", ["ppo_torchcompile", "ppo_continuous_action_torchcompile", "dqn_torchcompile"])
+def test_a_network_that_was_changed_in_one_place_only_is_noticed(monkeypatch, name):
+    """The twin acts in NumPy: another activation in the network alone would train on actions of another policy."""
+    script = load(name)
+    monkeypatch.setattr(torch.nn, "Tanh", torch.nn.ReLU)
+    monkeypatch.setattr(torch.nn, "ReLU", torch.nn.SiLU)
+    monkeypatch.setattr(torch.Tensor, "relu", torch.nn.functional.silu)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        script.train(script.Args(**tiny(name), cuda=False))
