@@ -1,4 +1,4 @@
-"""What an H100 would run of the twins, found without one by benchmark/lower.py: the predictions of docs/gpu.md."""
+"""What an H100 would run of the twins, found without one by benchmark/lower.py: the predictions of the notebook."""
 
 import lower
 import pytest
