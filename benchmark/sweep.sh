@@ -24,7 +24,7 @@ for tool in saving steps; do python benchmark/$tool.py; done
 # returns
 run="python benchmark/returns.py" modes="--modes eager compile compile+bf16" jax="--modes compile jax"
 $run ppo --env-ids CartPole-v1 Acrobot-v1 --total-timesteps 500000 --seeds $(seq 5)
-pip install box2d==2.3.10 # for LunarLander
+# LunarLander needs: pip install box2d==2.3.10
 $run ppo --env-ids LunarLander-v3 MountainCar-v0 --seeds $(seq 5)
 $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
 $run ppo_continuous_action --modes eager
