@@ -77,7 +77,7 @@ def steps_of_script(num_envs: int, async_envs: bool, **settings) -> float:
 
     args = script.Args(num_envs=num_envs, **settings)
     make = lambda: script.make_env(args, gym.spaces.Box)  # noqa: E731
-    envs = script.start_processes(make, 1, num_envs) if async_envs else [make() for _ in range(num_envs)]
+    envs = script.start_processes(make, num_envs) if async_envs else [make() for _ in range(num_envs)]
     step_all = script.step_processes if async_envs else script.step_envs
     obs = np.vstack(script.start_anew(1, 0, envs)).astype(np.float64)
     reward = np.zeros(num_envs)

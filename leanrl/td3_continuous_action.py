@@ -31,7 +31,6 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -137,17 +136,25 @@ def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
     return [env.reset(seed=(first + i) % 2**31)[0] for i, env in enumerate(envs)]
 
 
-def start_processes(make, seed: int, num_envs: int) -> list[gym.vector.VectorEnv]:
+class EnvOfProcess(gym.Wrapper):
+    """An env in a process of its own: a seed holds for all generators there, and infos do not leave it."""
+
+    def reset(self, *, seed: int | None = None, **settings):
+        if seed is not None:
+            start_anew(seed, 0, [])
+            self.unwrapped.action_space.seed(seed)
+        return self.env.reset(seed=seed, **settings)[0], {}
+
+    def step(self, action):
+        return *self.env.step(action)[:4], {}
+
+
+def start_processes(make, num_envs: int) -> list[gym.vector.VectorEnv]:
     """Calls make() in a process for each env; returns one vector env of them all, in a list."""
-
-    def make_seeded(i: int) -> gym.Env:
-        start_anew(seed, i, [])  # an env may draw from the generators of its process
-        return make()
-
     envs = []  # kept to the end of the program
     # a fork has our handlers: it works on after a Ctrl-C, until the run is saved, and survives Gymnasium's SIGTERM
     atexit.register(lambda _: [process.kill() for process in multiprocessing.active_children()], envs)
-    makers = [partial(make_seeded, i) for i in range(num_envs)]
+    makers = [lambda: EnvOfProcess(make())] * num_envs
     envs.append(gym.vector.AsyncVectorEnv(makers, context="fork"))
     return envs
 
@@ -275,7 +282,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         fail(f"{args.env_id} takes actions in {action_space}; needed: floats with finite bounds, low below high.")
     if args.async_envs:
         envs[0].close()
-        envs = start_processes(lambda: make_env(args, gym.spaces.Box), args.seed, N)
+        envs = start_processes(lambda: make_env(args, gym.spaces.Box), N)
     step_all = step_processes if args.async_envs else step_envs
     run_dir, writer, device = start_run(args, saved)
 

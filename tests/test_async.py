@@ -11,11 +11,12 @@ import time
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import ROOT, load
+from conftest import PPO_DISCRETE, ROOT, load
 from test_checkpoints import patch_reports, problem, same_run, train_and_keep
 from test_masks import MaskedEnv
 
-NAMES = ["ppo", "ppo_continuous_action", "td3_continuous_action", "sac_continuous_action"]
+PLAIN = ["ppo", "ppo_continuous_action", "td3_continuous_action", "sac_continuous_action"]
+NAMES = [name + twin for name in PLAIN for twin in ("", "_torchcompile")]
 
 
 class OwnDraws(gym.Env):
@@ -32,7 +33,13 @@ class OwnDraws(gym.Env):
     def step(self, action):
         self.left -= 1
         obs = np.array([self.np_random.normal(), np.ravel(action)[0]], np.float32)
-        return obs, float(obs.sum()) / 3, self.left == 0 and obs[0] > 0, self.left == 0 and obs[0] <= 0, {"x": obs[0]}
+        return (
+            obs,
+            float(obs.sum()) / 3,
+            self.left == 0 and obs[0] > 0,
+            self.left == 0 and obs[0] <= 0,
+            {"odd": [1.0] * self.left},
+        )
 
 
 class GlobalDraws(OwnDraws):
@@ -40,7 +47,8 @@ class GlobalDraws(OwnDraws):
 
     def step(self, action):
         obs, _, *rest = super().step(action)
-        return obs, random.random() + np.random.random(), *rest  # noqa: NPY002
+        drawn = random.random() + np.random.random() + self.action_space.sample()[0]  # noqa: NPY002
+        return obs, float(drawn), *rest
 
 
 class Faulty(OwnDraws):
@@ -72,7 +80,7 @@ for env in (OwnDraws, GlobalDraws, Faulty):
 def test_envs_in_processes_give_the_same_run(monkeypatch, name):
     """To the bit: parameters, metrics, checkpoints; also where the run went on from a checkpoint of the other mode."""
     patch_reports(monkeypatch, name)
-    env_id = f"{MaskedEnv.__name__}-v0" if name == "ppo" else "OwnDraws-v0"
+    env_id = f"{MaskedEnv.__name__}-v0" if name in PPO_DISCRETE else "OwnDraws-v0"
     flags = problem(name) | {"env_id": env_id, "num_envs": 4}
     plain = train_and_keep(monkeypatch, name, **flags)
     processes = train_and_keep(monkeypatch, name, async_envs=True, **flags)
