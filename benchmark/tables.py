@@ -100,6 +100,21 @@ def speed(found: list[dict]) -> str:
     return "\n".join(lines).rstrip()
 
 
+def gpu() -> str:
+    """A row for each script that was measured on a GPU: plain, compiled, and compiled with CUDA graphs."""
+    found = [table for table in of_catalog() if table["machine"]["gpu"]]
+    rows = []
+    for table in found:
+        speeds = {row["mode"]: row["sps"][0] for row in table["rows"]}
+        shown = [amount(speeds.get(mode), "{:,.0f}") for mode in ("eager", "compile", "compile+cudagraphs")]
+        gain = speeds["compile+cudagraphs"] / speeds["eager"]
+        rows.append((f"{table['script']}, {table['env_id']}", *shown, f"{gain:.1f} x"))
+    columns = ["script", "plain", "compiled", "compiled, with CUDA graphs", "against plain"]
+    details = where(found[0], turns(found[0]["rows"][0]), "torch", "date", "commit")
+    length = run_length(found[0]["steps"], found[0]["seconds"])
+    return f"{markdown(columns, rows)}\n\nEnv steps a second, {length} a mode ({details})."
+
+
 def is_ours(mode: str) -> bool:
     return mode not in JAX and any(mode in row.modes for row in CATALOG.values())
 
@@ -170,7 +185,7 @@ def ablation() -> str:
 
 
 NO_GAIN = {  # of tricks that no ablation takes out; of others: the script does not work without them
-    "capture": "not measured yet, since it is for a GPU",
+    "capture": "[measured on a GPU](gpu.md), as the step from compiled to compiled with CUDA graphs",
     "flat": "not measured yet, since it is for a GPU",
     "overlap": "not measured yet, since it is for a GPU",
     "pinned": "not measured yet, since it is for a GPU",
@@ -408,7 +423,7 @@ def blocks() -> dict[str, Callable[[], str]]:
     """What each name stands for."""
     named = {"claim": claim, "best": best, "ablation": ablation, "phases": phases, "scaling": scaling, "pong": pong}
     named |= {"saving": saving, "steps": steps, "scans": scans, "ray": ray, "returns": returns, "lowered": lowered}
-    named |= {"editions": editions, "processes": processes}
+    named |= {"editions": editions, "processes": processes, "gpu": gpu}
     named["speed"] = lambda: speed(first_of_each_script())
     named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])
     for script in ("ppo_continuous_action_ray", "ppo_device_env", "a2c_device_env"):
