@@ -45,7 +45,7 @@ install() { # install NAME REQUIREMENTS [VENV]: once for each content of the req
 [[ ${1:-} =~ ^(help|-h|--help)$ ]] && usage && exit
 [[ -z ${1:-} || $1 =~ ^(test|train|play|compare|rllib|sweep)$ ]] || { usage >&2 && die "no command '$1'."; }
 [[ ${1:-} == rllib ]] || install core requirements-dev.txt
-[[ ${1:-} =~ ^(compare|sweep)$ ]] && install peers requirements-peers.txt
+[[ ${1:-} =~ ^(compare|sweep)$ && " $* " != *" --no-peers "* ]] && install peers requirements-peers.txt
 [[ ${1:-} =~ ^(rllib|sweep)$ ]] && install core requirements-rllib.txt .venv-rllib
 export PATH=$PWD/.venv/bin:$PATH
 if [[ ${1:-} != test && ! -e /dev/nvidiactl ]]; then # for what is compiled for a CPU: docs/faq.md

@@ -412,6 +412,7 @@ def start_run(args: Args) -> tuple[Path, SummaryWriter]:
 
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
         wandb.init(**names, config=asdict(args), sync_tensorboard=True)
+    print(f"run folder: {run_dir}", file=sys.stderr)
     writer = SummaryWriter(run_dir, flush_secs=10)
     writer.add_text("args", json.dumps(asdict(args), indent=2))
     return run_dir, writer

@@ -117,6 +117,7 @@ def make_env(args: Args, is_atari: bool, obs: torch.Tensor, action: torch.Tensor
         raise ValueError(f"it observes {env.observation_space.shape} and takes {space}; {policy}.")
     if args.video:
         folder = f"{args.policy.parent}/videos"
+        print(f"films go to {folder}")
         fps = env.metadata.get("render_fps", 15)  # EnvPool shows every fourth frame of 60 per second
         env = gym.wrappers.RecordVideo(env, folder, lambda _: True, name_prefix=f"seed{args.seed}", fps=fps)
     return env
@@ -167,9 +168,8 @@ def play(args: Args) -> dict:
     except Exception as error:  # the env's own code may raise anything
         fail(f"cannot play in {args.env_id!r} with {args.env_kwargs or {}}: {error}")
     seeds = np.random.SeedSequence([0x504C4159, args.seed]).generate_state(args.episodes) // 2  # 31 bits
-    episodes = [play_episode(policy, examples, env, seed) for seed in seeds.tolist()]
+    returns, lengths = map(list, zip(*[play_episode(policy, examples, env, seed) for seed in seeds.tolist()]))
     env.close()
-    returns, lengths = (list(numbers) for numbers in zip(*episodes))
     result = {"policy": str(args.policy), "script": card["script"], "env_id": args.env_id, "seed": args.seed}
     result |= {"mean": float(np.mean(returns)), "std": float(np.std(returns)), "returns": returns, "lengths": lengths}
     print(json.dumps(result))

@@ -504,8 +504,6 @@ def run_prefix(args: Args) -> str:
 
 def start_run(args: Args, saved: dict) -> tuple[Path, SummaryWriter, torch.device]:
     """Makes the run folder with its TensorBoard writer (W&B follows it), and picks the device."""
-    if os.environ.get("WORLD_SIZE", "1") != "1" and not torch.distributed.is_initialized():
-        fail("this script is one process; start it with python, not with torchrun.")
     device = torch.device("cuda:0" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_flush_denormal(True)  # to which Adam's moments of idle weights decay; a CPU is slow on them
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -522,6 +520,7 @@ def start_run(args: Args, saved: dict) -> tuple[Path, SummaryWriter, torch.devic
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
         names["id"] = saved.get("wandb_id")  # a resumed run goes on in the same W&B run
         wandb.init(**names, config=asdict(args), sync_tensorboard=True, resume="allow")
+    print(f"run folder: {run_dir}", file=sys.stderr)
     writer = SummaryWriter(run_dir, flush_secs=10)
     writer.add_text("args", json.dumps(asdict(args), indent=2))
     return run_dir, writer, device
@@ -557,6 +556,7 @@ def load_checkpoint(args: Args) -> dict:
             for name, value in settings.items():
                 if name not in free and saved["settings"][name] != value:
                     raise ValueError(f"it was made with {name} {saved['settings'][name]}, not {value}")
+            print(f"resuming {path}", file=sys.stderr)
             return saved
         except Exception as error:  # a damaged file may lead to any
             message = f"cannot resume from {path}: {str(error)[:300] or 'it is damaged'}"

@@ -232,17 +232,19 @@ def test_auto_skips_checkpoints_of_other_settings(capsys):
     path = save("2", gamma=0.9)
     os.utime(save("1"), (1e9, 1e9))  # older
     assert SAC.load_checkpoint(SAC.Args(resume="auto"))["step"] == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"warning: cannot resume from {path}: ") and "gamma 0.9" in line
+    skipped, taken = capsys.readouterr().err.splitlines()
+    assert skipped.startswith(f"warning: cannot resume from {path}: ") and "gamma 0.9" in skipped
+    assert taken.startswith("resuming runs/")
     assert "gamma 0.9" in refused(capsys, SAC.load_checkpoint, SAC.Args(resume=str(path)))
     assert SAC.load_checkpoint(SAC.Args(resume="auto", gamma=0.9, total_timesteps=2_000_000))["step"] == 2
 
 
-def test_auto_takes_what_was_written_last():
-    """A folder's name tells when the run began, by a clock that may have been wrong."""
+def test_auto_takes_what_was_written_last(capsys):
+    """A folder's name tells when the run began, by a clock that may have been wrong. The user is told which it is."""
     for name, changed in (("1", 3e8), ("2", 9e8), ("3", 5e8)):
         os.utime(save(name), (changed, changed))
     assert SAC.load_checkpoint(SAC.Args(resume="auto"))["step"] == 2
+    assert re.fullmatch(r"resuming runs/.*2/checkpoint.pt\n", capsys.readouterr().err)
 
 
 @pytest.fixture
@@ -314,6 +316,7 @@ def test_a_signal_saves_a_checkpoint(fork_server, number):
     """That of SLURM before the time is up, and that of a terminal that is closed."""
     ((code, output),) = forked(signalled, (number, False))
     assert code == 128 + number and output.splitlines()[-1] == "to go on, add --resume auto"
+    assert output.splitlines()[0] == f"run folder: {newest('checkpoint.pt').parent}"
     assert torch.load(newest("checkpoint.pt"), weights_only=True)["step"] == 500
 
 
@@ -406,13 +409,6 @@ def test_a_policy_takes_numbers_of_both_precisions(monkeypatch, name):
 def test_spaces_that_do_not_fit_are_refused(monkeypatch, capsys, name, case):
     line = refused(capsys, run, monkeypatch, name, env_id=env_of(name, case))
     assert env_of(name, case) in line and not Path("runs").exists()
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_torchrun_is_refused(monkeypatch, capsys, name):
-    """Each of its processes would train a run of its own."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun" in refused(capsys, run, monkeypatch, name) and not Path("runs").exists()
 
 
 @pytest.mark.parametrize("kwargs", ["{pay: 1}", '{"unknown": 1}', "[1]", "3", ""])

@@ -176,12 +176,13 @@ def test_an_atari_game_is_played_to_its_last_life_for_its_unclipped_score():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # moviepy leaves its pipes open
-def test_a_film_shows_every_step(cart):
+def test_a_film_shows_every_step(cart, capsys):
     result = play.play(play.Args(cart, episodes=2, video=True))
     for i, length in enumerate(result["lengths"]):
         frames = imageio.imread(cart.parent / "videos" / f"seed1-episode-{i}.mp4", plugin="FFMPEG")
         assert length <= len(frames) <= length + 1
         assert frames.shape[1:] == (400, 600, 3) and (frames[0] != frames[-1]).any()
+    assert f"films go to {cart.parent}/videos\n" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # moviepy leaves its pipes open
