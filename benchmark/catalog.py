@@ -53,7 +53,7 @@ class Script:
     adam: tuple[dict, list, float] | None = None  # flags; the rate that each of its optimizers then has; Adam's eps
     graphs: int = 0  # how many functions --compile compiles
     on_device: bool = False  # its envs are in the script
-    in_readme: bool = False  # whether it is a row of the table there, which has six at most
+    in_readme: bool = False  # whether it is a row of the table there
     threads: int | None = None  # of a measured run, where one thread is enough; None: as many as there are cores
     slices: int = 20  # parts of a measured run, in turns; 1 where players would play on while others have theirs
     modes: dict[str, tuple[str, list]] = field(default_factory=lambda: MODES)
@@ -90,6 +90,7 @@ CATALOG = {
         gate=({"total_timesteps": 20_480, "learning_rate": 1e-3}, 60, 120),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=1,
+        in_readme=True,
         peers=peers.DISCRETE_PPO,
     ),
     "ppo_continuous_action": Script(
@@ -138,8 +139,8 @@ CATALOG = {
         gate=(SWING_UP | {"learning_rate": 2e-3}, -700, -450),
         adam=({"learning_rate": 3e-3}, [3e-3, 3e-3], 1e-8),
         graphs=3,
-        in_readme=True,
         modes=MODES | BF16,
+        in_readme=True,
         peers=peers.TD3,
     ),
     "sac_continuous_action": Script(
@@ -154,8 +155,8 @@ CATALOG = {
         # the critics step first, then the actor, then the temperature, which learns as fast as the critics
         adam=({"policy_lr": 1e-3, "q_lr": 2e-3}, [2e-3, 1e-3, 2e-3], 1e-8),
         graphs=3,
-        in_readme=True,
         modes=MODES | BF16,
+        in_readme=True,
         peers=peers.SAC,
     ),
     "dqn": Script(
@@ -186,6 +187,7 @@ CATALOG = {
         gate=(CUE | {"total_timesteps": 20_480, "learning_rate": 3e-3}, 0.9, 0.7),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=1,
+        in_readme=True,
         peers=peers.RECURRENT_PPO,
     ),
     "ppo_rnn": Script(
@@ -232,7 +234,6 @@ CATALOG = {
         gate=({"num_envs": 64, "num_steps": 16, "total_timesteps": 250_000}, 140, 180),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=3,  # a step of all envs, the preparation of a rollout, an update
-        in_readme=True,
         on_device=True,
         modes=MODES | JAX,
     ),
@@ -263,7 +264,6 @@ CATALOG = {
         gate=({"total_timesteps": 6_144, "num_steps": 64, "learning_rate": 5e-4}, 9, 12),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=2,
-        in_readme=True,
         modes=MODES | BF16 | GROUPS,  # neither Stable-Baselines3 nor SBX steps EnvPool
     ),
     "ppo_atari_ray": Script(

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from results import RESULTS, ROOT, first_of_each_script, read_csv, tables
-from tables import blocks, is_ours, where
+from catalog import CATALOG
+from results import RESULTS, ROOT, read_csv, tables
+from tables import blocks, is_ours, minutes, ppo_rows, where
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "benchmark" / "notebook.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS, PEER, PLAIN = "#2b6cb0", "#a0aec0", "#c05621"
@@ -61,14 +62,14 @@ def bars(found: list[dict], path: Path):
             panel.set_title(title, loc="left", fontsize=8)
 
 
-def curves(path: Path):
-    """A panel for each environment and length of training: return against steps, a thin line a seed.
+def curves(script: str, path: Path):
+    """A panel for each environment and length of training of a script: return against steps, a thin line a seed.
 
     A thick line is the mean of the seeds. What is published is shown where it took as many steps.
     """
     panels_of = defaultdict(list)
-    for file in sorted((RESULTS / "curves").glob("*.csv")):
-        script, env_id, total_timesteps, mode = file.stem.split("__")
+    for file in sorted((RESULTS / "curves").glob(f"{script}__*.csv")):
+        _, env_id, total_timesteps, mode = file.stem.split("__")
         panels_of[script, env_id, total_timesteps].append((mode.replace("-", " "), read_csv(file)))
     height = -(-len(panels_of) // 2)
     with picture(path, height, 2, (7.2, 1.9 * height)) as (figure, panels):
@@ -90,29 +91,28 @@ def curves(path: Path):
                 if (published["script"], published["env_id"], published["steps"]) == key:
                     mean, std = float(published["mean"]), float(published["std"])
                     panel.axhspan(mean - std, mean + std, color="#718096", alpha=0.2, lw=0, label="published, final")
-            panel.set_title(f"{key[0]}, {key[1].removeprefix('popgym_popgym-')}", loc="left", fontsize=8)
+            panel.set_title(key[1].removeprefix("popgym_popgym-"), loc="left", fontsize=8)
             panel.legend(fontsize=7, frameon=False)
         figure.supxlabel("environment steps", fontsize=8)
         figure.supylabel("mean episodic return", fontsize=8)
 
 
-def race(path: Path):
-    """Return against minutes of PPO on HalfCheetah: the twin, the plain file and SBX, one seed each."""
-    labels = {"compile": "LeanRL, compiled", "eager": "LeanRL, plain", "sbx": "SBX"}
-    with picture(path, 1, 1, (8, 3.2)) as (_, panels):
+def duration(path: Path):
+    """The minutes that a million steps of PPO take, a bar for each way to run it; the first start is shaded."""
+    table, rows = ppo_rows()
+    with picture(path, 1, 1, (7.2, 2.2)) as (_, panels):
         panel = panels[0, 0]
-        for mode, color in (("compile", OURS), ("eager", PLAIN), ("sbx", PEER)):
-            file = f"ppo_continuous_action__HalfCheetah-v4__1000000__{mode}.csv"
-            rows = read_csv(RESULTS / "race" / "curves" / file)
-            minutes = [float(row["seconds"]) / 60 for row in rows]
-            returns = [float(row["episodic_return"]) for row in rows]
-            panel.plot(minutes, returns, color=color, label=f"{labels[mode]}: {minutes[-1]:.0f} minutes")
-            panel.plot(minutes[-1:], returns[-1:], "o", color=color)
-        device = read_csv(RESULTS / "race" / "returns.csv")[0]["device"]
-        panel.set_title(f"PPO, HalfCheetah-v4, a million steps ({device}), one seed each", loc="left", fontsize=10)
-        panel.set_xlabel("minutes", fontsize=9)
-        panel.set_ylabel("mean episodic return", fontsize=9)
-        panel.legend(fontsize=9, frameon=False)
+        starts = np.array([max(row["startup_seconds"], 0) / 60 for row in rows.values()])
+        totals = np.array([minutes(row) for row in rows.values()])
+        colors = [OURS, PLAIN, PEER, PEER]
+        panel.barh([*rows], starts, color=colors, hatch="////", edgecolor="white", lw=0)
+        panel.barh([*rows], totals - starts, left=starts, color=colors)
+        for y, total in enumerate(totals):
+            panel.text(total + totals.max() * 0.01, y, f"{total:.1f}", va="center", fontsize=9)
+        panel.invert_yaxis()
+        panel.set_xlabel("minutes for a million steps; shaded: the first start, with its compilation", fontsize=8)
+        cores = table["machine"]["cores"]
+        panel.set_title(f"PPO, {table['env_id']}, on {cores} cores of a CPU", loc="left", fontsize=9)
 
 
 def growth(table: dict, path: Path):
@@ -151,9 +151,9 @@ def main(check: bool):
         sys.exit(f"error: {names} do not show benchmark/results; run benchmark/plot.py" if stale else 0)
     for path in stale:
         path.write_text(filled(path.read_text()))
-    bars(first_of_each_script(), RESULTS / "speed.png")
-    curves(RESULTS / "returns.png")
-    race(RESULTS / "race.png")
+    for script in CATALOG:
+        curves(script, RESULTS / f"returns_{script}.png")
+    duration(RESULTS / "minutes.png")
     for table in tables("scale"):
         growth(table, RESULTS / f"scale_{table['script']}.png")
     print(f"updated: {names or 'nothing'}; drew the pictures")

@@ -1,8 +1,9 @@
-"""Measures what a checkpoint of a long off-policy run costs: bytes, and seconds to write it and to load it.
+"""Measures what a checkpoint of a long off-policy run costs, and how long an exported policy needs for an action.
 
     python benchmark/saving.py           # keeps a table in benchmark/results/saving.json
 
 It saves the replay of SAC on HalfCheetah, full with a million transitions, by the script's own functions, five times.
+Then it exports an untrained policy, loads it, and calls it a thousand times in one thread, each time with one row.
 """
 
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from results import RESULTS, ROOT, keep, machine
 
@@ -38,7 +40,23 @@ def measure(transitions: int) -> dict:
     return {"transitions": transitions, "bytes": size} | times
 
 
+def policy_microseconds() -> float:
+    """Median of a call of the policy's program."""
+    torch.set_num_threads(1)
+    actor = sac.GreedyActor(sac.GaussianActor(OBS_DIM, ACTION_DIM), np.zeros(ACTION_DIM), np.ones(ACTION_DIM))
+    obs = torch.zeros(2, OBS_DIM)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        sac.finish_run(sac.Args(), Path(folder), {}, sac.SummaryWriter(folder), actor, obs)
+        policy = torch.export.load(Path(folder, "policy.pt2")).module()
+    times = []
+    for _ in range(1000):
+        start = time.perf_counter()
+        policy(obs[:1]).numpy()
+        times.append(time.perf_counter() - start)
+    return 1e6 * median(times)
+
+
 if __name__ == "__main__":
-    row = measure(TRANSITIONS)
+    row = measure(TRANSITIONS) | {"policy_microseconds": policy_microseconds()}
     keep(RESULTS, "saving", {"machine": machine(), "rows": [row]})
     print(row)

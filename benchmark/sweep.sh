@@ -28,7 +28,6 @@ $run ppo --env-ids CartPole-v1 Acrobot-v1 --total-timesteps 500000 --seeds $(seq
 $run ppo --env-ids LunarLander-v3 MountainCar-v0 --seeds $(seq 5)
 $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
 $run ppo_continuous_action --modes eager
-$run ppo_continuous_action --modes compile eager sbx --seeds 1 --out benchmark/results/race
 for script in td3 sac; do
   $run ${script}_continuous_action --total-timesteps 200000 $modes
   $run ${script}_continuous_action --seeds 1

@@ -10,6 +10,7 @@ from catalog import CATALOG, JAX
 from results import RESULTS, ROOT, against, first_of_each_script, may_pay, of_catalog, pays_after, read_csv, tables
 
 PHASES = ("act", "learn", "step and store", "report")
+LIBRARIES = {"sb3": "Stable-Baselines3", "sbx": "SBX", "sb3-contrib": "SB3-Contrib"}
 PHASES_TOGETHER = {"microseconds": "together", "simulator": "of it in the simulator"}
 
 
@@ -129,29 +130,56 @@ def best_rows(table: dict) -> tuple[dict, dict, dict | None]:
 
 
 def best() -> str:
-    """A row for each script that the README names, the twin beside the plain file and the fastest peer."""
+    """A row for each script that the README names: plain, compiled, and the gain over the best other library."""
     rows = []
-    for table in first_of_each_script():
-        if not CATALOG[table["script"]].in_readme:
-            continue
-        eager, compiled, peer = best_rows(table)
-        beside = f"{against(compiled, peer):.1f} x ({peer['mode']})" if peer else "none measured"
-        cells = (f"{table['script']}, {table['env_id']}", f"{eager['sps'][0]:,.0f}", f"**{compiled['sps'][0]:,.0f}**")
-        rows.append(cells + (f"{against(compiled, eager):.1f} x", beside, steps_until(pays_after(compiled, eager))))
-    return markdown(
-        ["script", "plain", "compiled", "against plain", "against the fastest peer", "pays off after"], rows
-    )
+    for table in sorted(first_of_each_script(), key=lambda table: list(CATALOG).index(table["script"])):
+        if CATALOG[table["script"]].in_readme:
+            eager, compiled, peer = best_rows(table)
+            cells = [f"{row['sps'][0]:,.0f}" for row in (eager, compiled)]
+            gain = f"**{against(compiled, peer):.1f} x** ({LIBRARIES[peer['mode'].split()[0]]})"
+            rows.append((f"{table['script']}, {table['env_id'].split('-v')[0].split('-')[-1]}", *cells, gain))
+    return markdown(["script", "plain", "compiled", "compiled, against the best other library"], rows)
+
+
+def minutes(row: dict) -> float:
+    """What a million steps take, with the first start and its compilation."""
+    return (1e6 / row["sps"][0] + max(row["startup_seconds"], 0)) / 60
+
+
+def ppo_rows() -> tuple[dict, dict[str, dict]]:
+    """The table of PPO on HalfCheetah, and a row for each way to run it, by name. Other libraries are at their best."""
+    (table,) = (table for table in first_of_each_script() if table["script"] == "ppo_continuous_action")
+    eager, compiled, _ = best_rows(table)
+    found = {"LeanRL, compiled": compiled, "LeanRL, plain": eager}
+    for library in ("sbx", "sb3"):
+        rows = [row for row in table["rows"] if row["mode"].split()[0] == library]
+        found[LIBRARIES[library]] = min(rows, key=minutes)
+    return table, found
 
 
 def claim() -> str:
-    """One sentence with the gains of one script."""
-    (table,) = (table for table in first_of_each_script() if table["script"] == "ppo_continuous_action")
-    eager, compiled, peer = best_rows(table)
+    """How long a million steps of PPO take."""
+    table, rows = ppo_rows()
+    compiled, plain, sbx, sb3 = (f"{minutes(row):.0f}" for row in rows.values())
+    env = table["env_id"].split("-")[0]
     return (
-        f"PPO on {table['env_id'].split('-')[0]} trains **{against(compiled, peer):.1f} times as fast** as with the "
-        f"faster of Stable-Baselines3 and SBX, and {against(compiled, eager):.1f} times as fast as our own plain file, "
-        f"on {table['machine']['cores']} cores of a CPU: {table['machine']['cpu']}."
+        f"A million steps of PPO on {env} take **{compiled} minutes** with our compiled file on a "
+        f"{table['machine']['cores']}-core CPU. They take {plain} minutes with our plain file, {sbx} with SBX (JAX) "
+        f"and {sb3} with Stable-Baselines3."
     )
+
+
+def gpu_claim() -> str:
+    """What CUDA graphs gain on a GPU, in a sentence."""
+    found = [table for table in of_catalog() if table["machine"]["gpu"]]
+    gains = []
+    for table in found:
+        speeds = {row["mode"]: row["sps"][0] for row in table["rows"]}
+        gains.append(speeds["compile+cudagraphs"] / speeds["eager"])
+    text = (
+        f"On an {found[0]['machine']['gpu']}, `--compile --cudagraphs` makes {len(gains)} scripts {min(gains):.0f} to "
+    )
+    return f"{text}{max(gains):.0f} times as fast as their plain files ([speeds](docs/gpu.md))."
 
 
 def scaling() -> str:
@@ -228,16 +256,6 @@ def phases() -> str:
     return "\n".join([markdown(columns, rows), "", *measured_on("phases")])
 
 
-def editions() -> str:
-    """Steps a second of the third edition of the scripts, relative to the second, each in two turns."""
-    rows = []
-    for table in tables("editions"):
-        ratios = {row["mode"]: f"{sum(row['third']) / sum(row['second']):.2f}" for row in table["rows"]}
-        rows.append((table["script"], *(ratios.get(mode, "") for mode in ("plain", "compile"))))
-    columns = ["script", "plain", "compile"]
-    return f"{markdown(columns, rows)}\n\n({where(tables('editions')[0], 'cores', 'date', 'torch')})"
-
-
 def lowered() -> str:
     """What an H100 would run of each function that a twin compiles."""
     rows = []
@@ -260,6 +278,13 @@ def saving() -> str:
     times = f"{row['save_seconds']:.1f} s to write and {row['load_seconds']:.1f} s to load"
     size = f"{row['transitions']:,} transitions of HalfCheetah take {row['bytes'] / 1e6:,.0f} MB"
     return f"{size}, {times} ({where(table)})."
+
+
+def latency() -> str:
+    """How long an exported policy needs for an action, in a sentence."""
+    (table,) = tables("saving")
+    microseconds = table["rows"][0]["policy_microseconds"]
+    return f"SAC's policy of HalfCheetah takes {microseconds:,.0f} microseconds an action ({where(table)}, one thread)."
 
 
 def steps() -> str:
@@ -365,9 +390,12 @@ def return_rows() -> list[tuple[str, ...]]:
 
 
 def returns(only: str | None = None) -> str:
-    """Mean and standard deviation over seeds, beside the published ones, of all scripts or of one."""
+    """Mean and standard deviation over seeds, beside the published ones, of all scripts, or of one with less detail."""
     columns = ["script", "environment", "steps", "mode", "seeds", "return", "published (CleanRL: 3 seeds)"]
-    return markdown(columns, [row for row in return_rows() if only in (None, row[0])])
+    if only:
+        rows = [(*row[1:4], str(len(row[4].split())), *row[5:]) for row in return_rows() if row[0] == only]
+        return markdown(columns[1:], rows)
+    return markdown(columns, return_rows())
 
 
 def bf16(script: str, env_id: str, steps: str) -> str:
@@ -423,7 +451,8 @@ def blocks() -> dict[str, Callable[[], str]]:
     """What each name stands for."""
     named = {"claim": claim, "best": best, "ablation": ablation, "phases": phases, "scaling": scaling, "pong": pong}
     named |= {"saving": saving, "steps": steps, "scans": scans, "ray": ray, "returns": returns, "lowered": lowered}
-    named |= {"editions": editions, "processes": processes, "gpu": gpu}
+    named |= {"processes": processes, "gpu": gpu, "gpu claim": gpu_claim}
+    named["latency"] = latency
     named["speed"] = lambda: speed(first_of_each_script())
     named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])
     for script in ("ppo_continuous_action_ray", "ppo_device_env", "a2c_device_env"):

@@ -112,6 +112,20 @@ def test_commands_are_found():
     assert any("--rdzv-id" in line for line in commands())  # the one with variables of a shell
 
 
+def words(page: str) -> int:
+    """What a reader reads: pieces between blanks with a letter or a digit, in text, tables and code."""
+    return sum(bool(re.search(r"[^\W_]", piece)) for piece in (ROOT / "docs" / f"{page}.md").read_text().split())
+
+
+def test_the_documents_are_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    pages = {path.stem: words(path.stem) for path in (ROOT / "docs").glob("*.md")}
+    assert sum(pages.values()) <= 14_000
+    assert all(pages[page] <= 700 for page in ("ppo", "atari", "sac", "td3", "dqn"))
+    assert all(pages[page] <= 1_100 for page in ("memory", "device", "ray", "multigpu"))  # of several algorithms
+    assert pages["performance"] <= 2_500
+
+
 def test_readme_shows_a_real_hunk():
     eager, twin = (
         (ROOT / "leanrl" / f"ppo_continuous_action{suffix}.py").read_text() for suffix in ("", "_torchcompile")
@@ -195,5 +209,5 @@ def test_the_site_builds_strictly(tmp_path):
     process = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert process.returncode == 0, process.stderr
     assert "not included in the" not in process.stderr
-    for page in ("index.html", "docs/ppo/index.html", "leanrl/dqn.py", "benchmark/results/race.png"):
+    for page in ("index.html", "docs/ppo/index.html", "leanrl/dqn.py", "benchmark/results/minutes.png"):
         assert (tmp_path / page).stat().st_size > 5000, page
