@@ -165,6 +165,7 @@ def run_script(args: Args) -> dict:
         return metrics
 
     script.report = timed_report
+    script.print = lambda *words, file: words[0].startswith("run folder") or print(*words, file=file)
     flags = [*CATALOG[args.script].modes[args.mode][1], "--exp-name", args.mode]
     flags += ["--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
     flags += ["--no-save-model"] if hasattr(script.Args, "save_model") else []
