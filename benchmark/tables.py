@@ -217,7 +217,7 @@ NO_GAIN = {  # of tricks that no ablation takes out; of others: the script does 
     "flat": "not measured yet, since it is for a GPU",
     "overlap": "not measured yet, since it is for a GPU",
     "pinned": "not measured yet, since it is for a GPU",
-    "operator": "not measured apart; with perf[graph], that of `compile` over `eager` in benchmark.md",
+    "operator": "not measured apart; with perf[graph], that of `compile` over `eager` in the notebook",
 }
 
 
