@@ -9,7 +9,7 @@ usage() {
 ./run.sh train SCRIPT [FLAGS]        train, e.g. ./run.sh train ppo_continuous_action_torchcompile --compile
 ./run.sh play POLICY.PT2 [FLAGS]     play a trained policy, e.g. ./run.sh play runs/.../policy.pt2 --video
 ./run.sh compare [SCRIPT...] [FLAGS] measure modes beside Stable-Baselines3 and SBX, e.g. --pairs 5 --steps 81920
-./run.sh rllib                       make .venv-rllib, with which docs/ray.md compares the scripts on Ray
+./run.sh rllib                       make .venv-rllib, for the comparison of the scripts on Ray with RLlib
 ./run.sh sweep                       the commands behind every published number (days), and the documents anew
 END
 }

@@ -42,7 +42,7 @@ class Args:
     slices: int | None = None  # parts of a run, in turn; default: 20, or 1 for ppo_atari_ray; 1: runs take no turns
     modes: tuple[str, ...] = ()  # only these modes and peers; default: all that this machine has
     flags: str = ""  # more flags of the scripts, in one string; write --flags="--num-envs 1024"
-    threads: int | None = None  # of every run, on as many cores; default: see docs/benchmark.md
+    threads: int | None = None  # of every run, on as many cores; default: those of the script in catalog.py
     peers: bool = True  # measure the other libraries that are installed
     external: tuple[str, ...] = ()  # programs of your own, each NAME=COMMAND, with {steps} (and {seed}) in the command
     out: Path = RUNS  # where the table and the picture go

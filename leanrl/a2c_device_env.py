@@ -57,7 +57,7 @@ class Args:
     norm_adv: bool = False  # normalize the advantages of each rollout
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # scale larger gradients down to this norm
+    max_grad_norm: float = 0.5  # clip the norm of the gradient to this value
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # env steps between saves; 0: only at signals

@@ -54,7 +54,7 @@ class Args:
     norm_adv: bool = False  # normalize the advantages of each rollout
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # scale larger gradients down to this norm
+    max_grad_norm: float = 0.5  # clip the norm of the gradient to this value
 
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project, used with --track

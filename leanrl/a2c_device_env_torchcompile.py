@@ -61,7 +61,7 @@ class Args:
     norm_adv: bool = False  # normalize the advantages of each rollout
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # scale larger gradients down to this norm
+    max_grad_norm: float = 0.5  # clip the norm of the gradient to this value
 
     # perf[graph] perf[capture]
     compile: bool = False  # compile an iteration, from the rollout to the optimizer's step, as one function

@@ -44,7 +44,7 @@ DRAW_AHEAD = 500  # steps of the loop whose random numbers are drawn at once
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
-    seed: int = 1  # seeds the agent and the envs; two seeds share an env's random stream by chance only
+    seed: int = 1  # seeds the agent and the envs; env seeds of two runs overlap only by chance
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
@@ -61,12 +61,12 @@ class Args:
     batch_size: int = 128  # transitions per update
     start_e: float = 1.0  # probability of a random action at the start
     end_e: float = 0.05  # probability of a random action at the end of exploration
-    exploration_fraction: float = 0.5  # share of the run in which random actions get rarer, from --start-e to --end-e
+    exploration_fraction: float = 0.5  # share of the run over which epsilon falls from --start-e to --end-e
     learning_starts: int = 10_000  # env steps before the first update
     train_frequency: int = 10  # env steps between updates
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of the same settings
 
     track: bool = False  # also log to Weights & Biases

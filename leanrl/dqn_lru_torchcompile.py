@@ -47,7 +47,7 @@ REPORT_INTERVAL = 500  # env steps between two reports
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
-    seed: int = 1  # seeds the agent and the envs; two seeds share an env's random stream by chance only
+    seed: int = 1  # seeds the agent and the envs; env seeds of two runs overlap only by chance
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
@@ -58,18 +58,18 @@ class Args:
     learning_rate: float = 1e-3  # learning rate of Adam
     num_envs: int = 8  # number of envs, stepped one after the other; must divide --train-frequency
     buffer_size: int = 100_000  # capacity of the replay ring, in transitions
-    hidden_size: int = 64  # width of each layer, and number of complex numbers that are remembered
-    state_interval: int = 20  # steps of each env between two stored memories; slices start at them
-    burn_in: int = 20  # rows of a slice that only bring its memory up to date
-    seq_length: int = 40  # rows of a slice that are learned from, through which gradients flow
+    hidden_size: int = 64  # width of each layer, and number of complex numbers in the memory
+    state_interval: int = 20  # store the memory every so many steps of an env; slices start there
+    burn_in: int = 20  # first rows of a slice, which only bring its memory up to date
+    seq_length: int = 40  # rows of a slice to learn from; gradients flow through them
     gamma: float = 0.99  # discount factor
     tau: float = 1.0  # how far the target network moves towards the trained one at each of its updates
     target_network_frequency: int = 500  # env steps between updates of the target network
     batch_size: int = 32  # slices per update
     start_e: float = 1.0  # probability of a random action at the start
     end_e: float = 0.05  # probability of a random action at the end of exploration
-    exploration_fraction: float = 0.5  # share of the run in which random actions get rarer, from --start-e to --end-e
-    learning_starts: int = 10_000  # env steps before the first update; more if no slice is there yet
+    exploration_fraction: float = 0.5  # share of the run over which epsilon falls from --start-e to --end-e
+    learning_starts: int = 10_000  # env steps before the first update, or until there is a slice
     train_frequency: int = 40  # env steps between updates
 
     # perf[graph] perf[capture]
@@ -77,7 +77,7 @@ class Args:
     cudagraphs: bool = False  # capture the update as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of the same settings
 
     track: bool = False  # also log to Weights & Biases

@@ -47,7 +47,7 @@ PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_k
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
-    seed: int = 1  # seeds the agent and the envs; two seeds share an env's random stream by chance only
+    seed: int = 1  # seeds the agent and the envs; env seeds of two runs overlap only by chance
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use one GPU per rank if there are any
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
@@ -65,19 +65,19 @@ class Args:
     num_minibatches: int = 4  # minibatches per epoch; must divide --local-num-envs times --num-steps
     update_epochs: int = 4  # passes over each rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
-    clip_coef: float = 0.1  # how far the policy ratio and, with --clip-vloss, the value may move
+    clip_coef: float = 0.1  # clip range of the policy ratio and, with --clip-vloss, of the value
     clip_vloss: bool = True  # clip the change of the value, too
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # scale larger gradients down to this norm
-    target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
+    max_grad_norm: float = 0.5  # clip the norm of the gradient to this value
+    target_kl: float | None = None  # stop the epochs of a rollout once the last minibatch of one exceeds this KL
 
     compile: bool = False  # compile the network and the loss
     ddp: bool = True  # reduce gradients while others are computed; --no-ddp: all at once, afterwards
     cudagraphs: bool = False  # capture policy, gradients and optimizer step as CUDA graphs, without DDP
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of the same settings
 
     track: bool = False  # also log to Weights & Biases

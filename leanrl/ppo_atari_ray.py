@@ -47,7 +47,7 @@ Call = namedtuple("Call", "worker result version since")  # a rollout that was a
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
-    seed: int = 1  # seeds the agent and the envs; two seeds share an env's random stream by chance only
+    seed: int = 1  # seeds the agent and the envs; env seeds of two runs overlap only by chance
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
@@ -64,24 +64,24 @@ class Args:
     num_minibatches: int = 4  # minibatches per epoch; must divide --num-workers * --envs-per-worker * --num-steps
     update_epochs: int = 4  # passes over each rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
-    clip_coef: float = 0.1  # how far the policy ratio and, with --clip-vloss, the value may move
+    clip_coef: float = 0.1  # clip range of the policy ratio and, with --clip-vloss, of the value
     clip_vloss: bool = True  # clip the change of the value, too
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # scale larger gradients down to this norm
-    target_kl: float | None = None  # skip the other epochs once the last minibatch of one exceeds this KL
+    max_grad_norm: float = 0.5  # clip the norm of the gradient to this value
+    target_kl: float | None = None  # stop the epochs of a rollout once the last minibatch of one exceeds this KL
 
     ray_address: str | None = None  # cluster to join: auto, or host:port of its head; default: none
     worker_threads: int = 1  # threads of each worker, for its envs and its policy
-    worker_timeout: float = 300.0  # seconds for a rollout; a worker is replaced if lag + 1 take longer
-    lag: int = 1  # updates between the policy that plays and the one that learns; 0: the workers wait
+    worker_timeout: float = 300.0  # seconds for a rollout; a worker is replaced if lag + 1 of them take longer
+    lag: int = 1  # age in updates of the policy that acts; 0: workers wait for the learner
     first_come: bool = False  # learn from whichever rollouts are ready, in no fixed order, as IMPALA does
     max_lag: int = 8  # drop a rollout whose policy is more updates old than this, with --first-come
-    rho_clip: float = 1.0  # V-trace: largest weight of a temporal difference
-    c_clip: float = 1.0  # V-trace: largest weight of what follows it
+    rho_clip: float = 1.0  # V-trace: clips rho, the weight of a temporal difference
+    c_clip: float = 1.0  # V-trace: clips c, the weight of what follows it
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of the same settings
 
     track: bool = False  # also log to Weights & Biases

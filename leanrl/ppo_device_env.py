@@ -57,11 +57,11 @@ class Args:
     num_minibatches: int = 4  # minibatches per epoch; must divide --num-envs times --num-steps
     update_epochs: int = 4  # passes over each rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
-    clip_coef: float = 0.2  # how far the policy ratio and, with --clip-vloss, the value may move
+    clip_coef: float = 0.2  # clip range of the policy ratio and, with --clip-vloss, of the value
     clip_vloss: bool = True  # clip the change of the value, too
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # scale larger gradients down to this norm
+    max_grad_norm: float = 0.5  # clip the norm of the gradient to this value
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # env steps between saves; 0: only at signals

@@ -49,7 +49,7 @@ PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_k
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
-    seed: int = 1  # seeds the agent and the envs; two seeds share an env's random stream by chance only
+    seed: int = 1  # seeds the agent and the envs; env seeds of two runs overlap only by chance
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
@@ -60,7 +60,7 @@ class Args:
     learning_rate: float = 1e-3  # learning rate of Adam
     num_envs: int = 32  # number of envs, stepped one after the other
     num_steps: int = 128  # steps of each env per rollout, through which gradients flow
-    hidden_size: int = 128  # width of each layer, and number of complex numbers that are remembered
+    hidden_size: int = 128  # width of each layer, and number of complex numbers in the memory
     reward_scale: float = 10.0  # factor of each reward; choose it so that returns are near 10
     anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
     gamma: float = 0.99  # discount factor
@@ -68,18 +68,18 @@ class Args:
     num_minibatches: int = 4  # minibatches per epoch, of whole envs; must divide --num-envs
     update_epochs: int = 4  # passes over each rollout
     norm_adv: bool = True  # normalize the advantages of each minibatch
-    clip_coef: float = 0.2  # how far the policy ratio and, with --clip-vloss, the value may move
+    clip_coef: float = 0.2  # clip range of the policy ratio and, with --clip-vloss, of the value
     clip_vloss: bool = True  # clip the change of the value, too
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # scale larger gradients down to this norm
+    max_grad_norm: float = 0.5  # clip the norm of the gradient to this value
 
     # perf[graph] perf[capture]
     compile: bool = False  # compile the update
     cudagraphs: bool = False  # capture an epoch of updates as a CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of the same settings
 
     track: bool = False  # also log to Weights & Biases

@@ -48,7 +48,7 @@ REPORT_INTERVAL = 500  # env steps between two reports
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
-    seed: int = 1  # seeds the agent and the envs; two seeds share an env's random stream by chance only
+    seed: int = 1  # seeds the agent and the envs; env seeds of two runs overlap only by chance
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
@@ -65,13 +65,13 @@ class Args:
     tau: float = 0.005  # how far the target networks move towards the trained ones at each update
     batch_size: int = 256  # transitions per update
     learning_starts: int = 5_000  # env steps with random actions before the first update
-    policy_frequency: int = 2  # critic updates between two turns of the actor, which makes as many updates at once
+    policy_frequency: int = 2  # update the actor after every so many critic updates, that many times at once
     target_network_frequency: int = 1  # update the target networks after every so many critic updates
     alpha: float = 0.2  # temperature (weight of the entropy), used with --no-autotune
     autotune: bool = True  # learn the temperature
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of the same settings
 
     track: bool = False  # also log to Weights & Biases

@@ -47,7 +47,7 @@ REPORT_INTERVAL = 500  # env steps between two reports
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
-    seed: int = 1  # seeds the agent and the envs; two seeds share an env's random stream by chance only
+    seed: int = 1  # seeds the agent and the envs; env seeds of two runs overlap only by chance
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
@@ -69,7 +69,7 @@ class Args:
     policy_frequency: int = 2  # update the actor and the targets after every so many critic updates
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of the same settings
 
     track: bool = False  # also log to Weights & Biases
@@ -232,7 +232,7 @@ def smooth(action: Tensor, args: Args) -> Tensor:
 
 
 def learn_twin_critics(batch, actor_target, critics, critics_target, optimizer, args: Args) -> dict[str, Tensor]:
-    """Moves both critics towards the smaller value of both targets (eq. 10)."""
+    """Moves both critics towards the minimum of both targets (eq. 10)."""
     with torch.no_grad():
         next_action = smooth(actor_target(batch["next_obs"]), args)
         next_q = torch.stack([critic(batch["next_obs"], next_action) for critic in critics_target])

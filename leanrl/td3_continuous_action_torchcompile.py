@@ -53,7 +53,7 @@ TD3_LOSSES = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "ac
 @dataclass
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
-    seed: int = 1  # seeds the agent and the envs; two seeds share an env's random stream by chance only
+    seed: int = 1  # seeds the agent and the envs; env seeds of two runs overlap only by chance
     torch_deterministic: bool = True  # use deterministic cuDNN kernels only
     cuda: bool = True  # use a GPU if there is one
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
@@ -80,7 +80,7 @@ class Args:
     bf16: bool = False  # multiply the layers of 256 x 256 in bfloat16
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
-    checkpoint_interval: int = 0  # env steps between saves, which cut off all episodes; 0: only at signals
+    checkpoint_interval: int = 0  # env steps between saves, which truncate all episodes; 0: only at signals
     resume: str | None = None  # go on from this checkpoint.pt; "auto" takes the newest of the same settings
 
     track: bool = False  # also log to Weights & Biases
@@ -281,7 +281,7 @@ def smooth(action: Tensor, args: Args) -> Tensor:
 
 
 def learn_twin_critics_(batch, state: dict, actor, critic, args: Args) -> dict[str, Tensor]:
-    """Moves both critics towards the smaller value of both targets (eq. 10)."""
+    """Moves both critics towards the minimum of both targets (eq. 10)."""
     next_action = smooth(functional_call(actor, state["actor_target"], batch["next_obs"]), args)
     next_q = call_critics(critic, state["critics_target"], batch["next_obs"], next_action)
     target = td_target(batch, next_q.amin(0), args.gamma)
