@@ -86,7 +86,8 @@ def test_every_command_in_the_documents_parses(line):
         if words[0] == "sweep":
             assert not words[1:]
             return
-        words = ["benchmark/compare.py", *words[1:]] if words[0] == "compare" else words[1:]
+        programs = {"compare": ["benchmark/compare.py"], "play": ["play"], "train": []}
+        words = [*programs[words[0]], *words[1:]]
     elif program == "torchrun":
         launch = get_args_parser().parse_args(words)
         words = [launch.training_script, *launch.training_script_args]
@@ -99,7 +100,7 @@ def test_every_command_in_the_documents_parses(line):
         args = tyro.cli(importlib.import_module(name.removeprefix("benchmark/")).Args, args=words[1:])
         scripts = (
             []
-            if name in ("benchmark/scans", "benchmark/efficiency", "benchmark/processes")
+            if name in ("benchmark/scans", "benchmark/efficiency", "benchmark/processes", "benchmark/film")
             else getattr(args, "scripts", None) or [args.script]
         )
         assert all((ROOT / "leanrl" / f"{script}.py").exists() for script in scripts)
