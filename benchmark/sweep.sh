@@ -6,18 +6,10 @@ set -euo pipefail
 # speed
 compare="python benchmark/compare.py --out benchmark/results"
 $compare
-$compare ppo_device_env --threads 1
-for env in Easy Medium; do
-  $compare ppo_lru ppo_rnn --threads 1 --pairs 2 --modes eager compile sb3-contrib --env-id popgym:popgym-RepeatPrevious$env-v0
-done
-$compare a2c_device_env --flags=--num-envs=1024
 for of in "impala --update-epochs=1 --no-norm-adv --gae-lambda=1" "appo --update-epochs=2"; do # as many passes as RLlib makes
   rllib=".venv-rllib/bin/python benchmark/rllib_peer.py ${of%% *} --steps {steps} --seed {seed}"
   $compare ppo_atari_ray --pairs 2 --steps 24576 --modes compile --flags="--num-minibatches=1 ${of#* }" --external "RLlib=$rllib"
 done
-alone="python leanrl/ppo_atari_envpool_torchcompile.py --compile --env-id Breakout-v5 --total-timesteps {steps} --seed {seed}"
-$compare ppo_atari_ray --pairs 2 --steps 40960 --modes compile --flags="--num-workers=1 --worker-threads=2 --num-steps=128 --lag=0" \
-  --external "in process=$alone"
 for tool in phases ablate scale scans efficiency; do python benchmark/$tool.py --out benchmark/results; done
 for tool in saving steps; do python benchmark/$tool.py; done
 

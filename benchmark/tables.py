@@ -441,10 +441,8 @@ def pong() -> str:
 
 # ---------- what stands in the documents between <!-- NAME --> and <!-- end --> ----------
 
-MEDIUM = "popgym:popgym-RepeatPreviousMedium-v0"
 IMPALA = "--num-minibatches=1 --update-epochs=1 --no-norm-adv --gae-lambda=1"
 APPO = "--num-minibatches=1 --update-epochs=2"
-ONE_WORKER = "--num-workers=1 --worker-threads=2 --num-steps=128 --lag=0"
 
 
 def blocks() -> dict[str, Callable[[], str]]:
@@ -455,13 +453,9 @@ def blocks() -> dict[str, Callable[[], str]]:
     named["latency"] = latency
     named["speed"] = lambda: speed(first_of_each_script())
     named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])
-    for script in ("ppo_continuous_action_ray", "ppo_device_env", "a2c_device_env"):
+    for script in ("ppo_device_env", "a2c_device_env"):
         named[f"speed {script}"] = lambda script=script: speed(of_catalog(script=script)[:1])
-    named["speed one thread"] = lambda: speed(tables("speed", threads=1, env_id=CATALOG["ppo_device_env"].env_id))
-    named["speed memory"] = lambda: speed(tables("speed", threads=1, env_id=CATALOG["ppo_lru"].env_id))
-    named["speed memory medium"] = lambda: speed(tables("speed", threads=1, env_id=MEDIUM))
-    flags = {"1024 envs": "--num-envs=1024", "impala": IMPALA, "appo": APPO, "one worker": ONE_WORKER}
-    for name, value in flags.items():
+    for name, value in {"impala": IMPALA, "appo": APPO}.items():
         named[f"speed {name}"] = lambda value=value: speed(tables("speed", flags=value))
     named["bf16"] = lambda: bf16("ppo_atari_envpool", "Breakout-v5", "150000")
     for name in ("td3", "sac"):
