@@ -223,7 +223,7 @@ NO_GAIN = {  # of tricks that no ablation takes out; of others: the script does 
 
 def gain(tag: str) -> str:
     """How much faster each script is with a trick than without."""
-    gains, unclear = [], []
+    gains, losses, unclear = [], [], []
     for table in tables("ablate"):
         for row in table["rows"]:
             ratio, low, high = row["ratio"]
@@ -232,7 +232,7 @@ def gain(tag: str) -> str:
             if low <= 1 <= high:
                 unclear.append(table["script"])
             else:
-                gains.append(f"{1 / ratio:.2f} x ({table['script']})")
+                (gains if ratio < 1 else losses).append(f"{1 / ratio:.2f} x ({table['script']})")
     if unclear:
         gains.append(f"none shown ({', '.join(unclear)})")
     if tag in NO_GAIN:
@@ -240,8 +240,10 @@ def gain(tag: str) -> str:
     for table in first_of_each_script() if tag in ("bf16", "groups") else ():  # flags, so they are modes
         speeds = {row["mode"]: row["sps"][0] for row in table["rows"]}
         if f"compile+{tag}" in speeds:
-            gains.append(f"{speeds[f'compile+{tag}'] / speeds['compile']:.2f} x ({table['script']})")
-    return f"**Gain:** {', '.join(gains) or 'not measured apart, since the script does not work without it'}."
+            ratio = speeds[f"compile+{tag}"] / speeds["compile"]
+            (gains if ratio > 1 else losses).append(f"{ratio:.2f} x ({table['script']})")
+    found = [f"**Gain:** {', '.join(gains)}."] * bool(gains) + [f"**Loss:** {', '.join(losses)}."] * bool(losses)
+    return " ".join(found) or "**Gain:** not measured apart, since the script does not work without it."
 
 
 def phases_cells(table: dict) -> list[tuple[str, ...]]:
