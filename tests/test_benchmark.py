@@ -695,5 +695,5 @@ def test_returns_stand_beside_published_ones_of_equal_length():
     rows = {(script, steps): beside for script, _, steps, *_, beside in tables.return_rows()}
     assert rows["td3_continuous_action", "200,000"] == "" and "±" in rows["td3_continuous_action", "1,000,000"]
     for row in results.read_csv(ROOT / "benchmark" / "published.csv"):
-        assert row["source"] == f"CleanRL's {row['script']}.py" or "rl-baselines3-zoo's PPO, one run" in row["source"]
+        assert row["source"] in ("CleanRL", "RL Zoo")
     assert tables.many_seeds([1.0, 2.0, 3.0, 4.0, 1000.0]).startswith("; IQM 3.0 [")  # an outlier does not move it
