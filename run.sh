@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Sets up .venv once, then does what it is told. Needs git, python3 >= 3.11 with venv and headers, and a C++ compiler.
 set -euo pipefail
+from=$PWD
 cd "$(dirname "$0")"
+root=$PWD
 usage() {
   cat <<'END'
 ./run.sh                             measure PPO on HalfCheetah in every mode this machine has: a table and a picture
@@ -61,9 +63,9 @@ case ${1:-} in
     export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-5000} # idle threads give way to other programs
     [[ $2 =~ atari|device_env|^dqn_lru ]] && export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647 # keep freed memory
     [[ $2 == *multigpu ]] && launch="-m torch.distributed.run $(python -c "$ranks")"
-    exec python $launch "leanrl/$2.py" "${@:3}"
+    cd "$from" && exec python $launch "$root/leanrl/$2.py" "${@:3}"
     ;;
-  play) exec python leanrl/play.py "${@:2}" ;;
+  play) cd "$from" && exec python "$root/leanrl/play.py" "${@:2}" ;;
   compare) exec python benchmark/compare.py "${@:2}" ;;
   sweep) exec bash benchmark/sweep.sh ;;
 esac

@@ -187,7 +187,6 @@ CATALOG = {
         gate=(CUE | {"total_timesteps": 20_480, "learning_rate": 3e-3}, 0.9, 0.7),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=1,
-        in_readme=True,
         peers=peers.RECURRENT_PPO,
     ),
     "ppo_rnn": Script(
