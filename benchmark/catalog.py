@@ -236,6 +236,22 @@ CATALOG = {
         on_device=True,
         modes=MODES | JAX,
     ),
+    "ppo_mujoco": Script(
+        env_id="HalfCheetah-v5",
+        steps=409_600,
+        threads=1,
+        requirements="warp",
+        policy="Agent",
+        losses=PPO_LOSSES,
+        tiny={"env_id": "Hopper-v5", "num_envs": 4, "num_steps": 32, "total_timesteps": 1024, "num_minibatches": 4}
+        | {"update_epochs": 2},
+        saving={"num_steps": 16, "total_timesteps": 16 * 30 * 2, "checkpoint_interval": 320},
+        # an episode pays 15 with an untrained policy
+        gate=({"env_id": "Hopper-v5", "num_envs": 16, "total_timesteps": 65_536, "learning_rate": 3e-3}, 200, 300),
+        adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
+        graphs=3,  # a step of all worlds, the preparation of a rollout, an update
+        on_device=True,
+    ),
     "a2c_device_env": Script(
         env_id="CartPole-v1",
         steps=8_192_000,

@@ -98,6 +98,7 @@ def record(name: str, **flags) -> list[Graph]:
     sizes = {key: value for key, value in SHORT.items() if hasattr(script.Args, key)} | flags
     args = script.Args(compile=True, cuda=False, save_model=False, **sizes)
     if hasattr(args, "num_steps"):
+        args.num_envs = args.num_envs or 4096  # the default on a GPU
         args.total_timesteps = args.num_steps * args.num_envs
     folder = os.getcwd()
     with tempfile.TemporaryDirectory() as runs, mock.patch.object(torch, "compile", fake_compile):

@@ -223,6 +223,7 @@ NO_GAIN = {  # of tricks that no ablation takes out; of others: the script does 
     "flat": "not measured yet, since it is for a GPU",
     "overlap": "not measured yet, since it is for a GPU",
     "pinned": "not measured yet, since it is for a GPU",
+    "physics": "not measured yet",
     "operator": "not measured apart; with perf[graph], that of `compile` over `eager` in the notebook",
 }
 
@@ -461,8 +462,7 @@ def blocks() -> dict[str, Callable[[], str]]:
     named["latency"] = latency
     named["speed"] = lambda: speed(first_of_each_script())
     named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])
-    for script in ("ppo_device_env", "a2c_device_env"):
-        named[f"speed {script}"] = lambda script=script: speed(of_catalog(script=script)[:1])
+    named["speed a2c_device_env"] = lambda: speed(of_catalog(script="a2c_device_env")[:1])
     for name, value in {"impala": IMPALA, "appo": APPO}.items():
         named[f"speed {name}"] = lambda value=value: speed(tables("speed", flags=value))
     named["bf16"] = lambda: bf16("ppo_atari_envpool", "Breakout-v5", "150000")

@@ -35,10 +35,11 @@ PPO_DISCRETE = ["ppo", "ppo_torchcompile"]
 PPO = PPO_CONTINUOUS + PPO_DISCRETE + ATARI
 SLICED = [name for name in SCRIPTS if "dqn_lru" in name]
 MEMORY = [name for name in SCRIPTS if row(name).requirements == "memory" and name not in SLICED]  # PPO
-DEVICE = [name for name in SCRIPTS if "device_env" in name]  # whose envs are in the file
+DEVICE = [name for name in SCRIPTS if row(name).on_device]  # whose envs are in the file
+MUJOCO = [name for name in DEVICE if "mujoco" in name]
 OFF_POLICY = [name for name in SCRIPTS if name not in PPO + MEMORY + DEVICE]
 GYM = [name for name in SCRIPTS if name not in ATARI + DEVICE]
-DISCRETE = [name for name in SCRIPTS if "dqn" in name or name in PPO_DISCRETE + MEMORY + DEVICE]  # that take vectors
+DISCRETE = [name for name in SCRIPTS if "dqn" in name or name in PPO_DISCRETE + MEMORY + DEVICE and name not in MUJOCO]
 # How many command lines test_fuzz.py draws for each script: with --hypothesis-profile=long, 1,000.
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("long", max_examples=1000, **QUIET)
@@ -284,6 +285,18 @@ class DoubleEnv(BoundedEnv):
     """With bounds in float64."""
 
     action_space = gym.spaces.Box(np.array([-0.5, -3.0]), np.array([0.1, 2.0]), dtype=np.float64)
+
+
+class Springs:
+    """Physics for a GPU that is not there: each number of a world swings, pushed by the mean control."""
+
+    dtype = torch.float32
+
+    def __init__(self, model, frame_skip, names, num_envs, device, args):
+        self.overflow = torch.zeros(num_envs, dtype=torch.int32, device=device)
+
+    def step(self, state: torch.Tensor, ctrl: torch.Tensor) -> torch.Tensor:
+        return (state + 0.1 * ctrl.mean(-1, keepdim=True) - 0.05 * state.roll(1, -1)).clamp(-2, 2)
 
 
 class ScriptedPool:

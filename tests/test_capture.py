@@ -12,7 +12,7 @@ import pytest
 import torch
 from capture_emulation import Gpu, emulated_gpu
 from catalog import row
-from conftest import OFF_POLICY, RAY, TWINS, ScriptedPool, load, tiny
+from conftest import OFF_POLICY, RAY, TWINS, ScriptedPool, Springs, load, tiny
 
 SHORT = {"total_timesteps": 150, "learning_starts": 100, "batch_size": 16, "buffer_size": 80}
 SHORT |= {"learning_rate": 1e-2, "policy_lr": 1e-2, "q_lr": 1e-2, "target_network_frequency": 3}
@@ -56,6 +56,9 @@ def trained(monkeypatch, script: types.ModuleType, schedule: str | None, **flags
         patch.setitem(sys.modules, "ray", local_ray)
         if hasattr(script, "make_envs"):
             patch.setattr(script, "make_envs", ScriptedPool)
+        if hasattr(script, "WarpPhysics"):  # which needs a true GPU
+            patch.setattr(script, "WarpPhysics", Springs)
+            patch.setattr(script, "physics_operator", lambda physics: physics.step)
         if schedule is None:
             script.train(args)
         else:
@@ -78,6 +81,7 @@ CASES = [  # twin, flags, launches and waits per env step at most; a replay coun
     ("dqn_lru_torchcompile", {}, 3.4, 2.4),
     ("ppo_device_env_torchcompile", {}, 0.7, 0.15),  # most launches and all waits are those of a report
     ("a2c_device_env_torchcompile", {}, 0.6, 0.15),
+    ("ppo_mujoco_torchcompile", {"physics": "warp"}, 0.7, 0.15),
     ("ppo_lru_torchcompile", {}, 2.0, 0.75),
     ("ppo_rnn_torchcompile", {"cell": "lstm"}, 1.9, 0.6),
     ("ppo_atari_envpool_torchcompile", {}, 3.65, 0.63),

@@ -22,6 +22,7 @@ from conftest import (
     DEVICE,
     DISCRETE,
     MEMORY,
+    MUJOCO,
     OFF_POLICY,
     PPO_CONTINUOUS,
     ROOT,
@@ -362,7 +363,7 @@ def played(name: str, path: Path) -> list:
     if name in ATARI:
         obs = torch.randint(0, 256, (5, 4, 84, 84), dtype=torch.uint8)
     else:
-        obs = torch.randn(5, 4 if name in DISCRETE else 3)
+        obs = torch.randn(5, 4 if name in DISCRETE else 11 if name in MUJOCO else 3)
     program = torch.export.load(path).module()
     memory = [torch.rand(5, (16 if "rnn" in name else 32) + 2)] if name in MEMORY + SLICED else []
     policy = (lambda *inputs: program(*inputs)[0]) if memory else program
@@ -395,8 +396,8 @@ def test_a_signal_ends_a_run_in_order(monkeypatch, name):
     assert 0 < metrics["global_step"] < problem(name)["total_timesteps"]
     assert json.loads((folder / "summary.json").read_text())["metrics"] == metrics
     actions = np.array(played(name, folder / "policy.pt2"))
-    if "continuous" in name:
-        assert actions.shape == (5, 1) and (np.abs(actions) <= 2.001).all()
+    if "continuous" in name or name in MUJOCO:
+        assert actions.shape == (5, 3 if name in MUJOCO else 1) and (np.abs(actions) <= 2.001).all()
     else:
         assert actions.shape == (5,) and set(actions) <= set(range(4))
     torch.export.load(folder / "policy.pt2", extra_files=(extra := {"card.json": ""}))

@@ -11,11 +11,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, load, train
+from conftest import DEVICE, MUJOCO, Springs, load, train
 from one_device import OneDevice
 from torch.func import debug_unwrap
 
 EAGER = load("ppo_device_env")
+TENSOR_ENVS = [name for name in DEVICE if name not in MUJOCO]  # without a simulator of somebody else
 
 
 def cartpole_policy(state: torch.Tensor, t: int, rng: np.random.Generator) -> np.ndarray:
@@ -193,7 +194,7 @@ def simulated(uniform: np.ndarray, state: np.ndarray, clock: np.ndarray, done: n
     return rows
 
 
-@pytest.mark.parametrize("name", DEVICE)
+@pytest.mark.parametrize("name", TENSOR_ENVS)
 def test_rollouts_and_advantages_are_those_of_a_loop_over_steps(monkeypatch, name):
     """Rewards, resets, truncations and bootstraps of 16 rollouts, which follow one another without a seam."""
     script, draws, starts, batches, outcomes, log_ratios = load(name), [], [], [], [], []
@@ -308,14 +309,15 @@ class Done(Exception):
     pass
 
 
-def iterate_on_meta(monkeypatch, script, env_id: str):
+def iterate_on_meta(monkeypatch, script, env_id: str, **flags):
     """All of train(), from the first envs to the end of an iteration, where nothing has numbers."""
 
     def done(batch):
         raise Done
 
     sgd = lambda params, lr, eps, fused: torch.optim.SGD(params, lr=lr)  # noqa: E731 fused Adam knows no meta device
-    first_envs, start_run = script.first_envs, script.start_run
+    first = "first_worlds" if hasattr(script, "first_worlds") else "first_envs"
+    first_envs, start_run = getattr(script, first), script.start_run
 
     def end_of_set_up(*args):  # from here on, a tensor is on the CPU if nobody says where
         set_up.close()
@@ -323,21 +325,33 @@ def iterate_on_meta(monkeypatch, script, env_id: str):
 
     with monkeypatch.context() as patch, OneDevice("meta") as mode, contextlib.ExitStack() as set_up:
         set_up.enter_context(torch.device("meta"))
-        patch.setattr(script, "first_envs", end_of_set_up)
+        patch.setattr(script, first, end_of_set_up)
         patch.setattr(script, "start_run", lambda *args: (*start_run(*args)[:2], torch.device("meta")))
         patch.setattr(script, "explained_variance", done)  # of a report, for which the host waits
         patch.setattr(script, "REPORT_EVERY", 2)
         patch.setattr(torch.optim, "Adam", sgd)
         patch.setattr(torch, "randperm", lambda n, device: torch.empty(n, dtype=torch.long, device=device))
         with pytest.raises(Done):
-            script.train(script.Args(env_id=env_id, num_envs=8, num_steps=4, total_timesteps=1024))
+            script.train(script.Args(env_id=env_id, num_envs=8, num_steps=4, total_timesteps=1024, **flags))
     assert mode.count > 1000
 
 
 @pytest.mark.parametrize("env_id", EAGER.ENVS)
-@pytest.mark.parametrize("name", DEVICE)
+@pytest.mark.parametrize("name", TENSOR_ENVS)
 def test_an_iteration_never_leaves_the_device_nor_waits_for_it(monkeypatch, name, env_id):
     iterate_on_meta(monkeypatch, load(name), env_id)
+
+
+@pytest.mark.parametrize("env_id", load("ppo_mujoco").ROBOTS)
+def test_an_iteration_of_mujocos_worlds_never_leaves_the_device(monkeypatch, env_id):
+    """But for the simulator itself. In the plain file; test_capture.py runs the twin."""
+    script = load("ppo_mujoco")
+    monkeypatch.setattr(script, "WarpPhysics", Springs)
+    env = script.Worlds(script.ROBOTS[env_id], 8, torch.device("cpu"), script.Args(physics="warp"))
+    for name in ("starts", "bounds"):
+        setattr(env, name, getattr(env, name).to("meta"))
+    monkeypatch.setattr(script, "Worlds", lambda *_: env)
+    iterate_on_meta(monkeypatch, script, env_id, physics="warp")
 
 
 FAULTS = {  # what goes wrong -> the line that does it, and what is said

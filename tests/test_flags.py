@@ -4,6 +4,7 @@ import json
 from dataclasses import MISSING, fields
 
 import pytest
+from catalog import row
 from conftest import ALL_SCRIPTS, ROOT, load
 
 CLEANRL = json.loads((ROOT / "tests" / "cleanrl_flags.json").read_text())
@@ -18,6 +19,7 @@ COUNTERPARTS = {
     "ppo_atari_ray": "ppo_atari_envpool",
     "ppo_device_env": "ppo_atari_envpool",
     "a2c_device_env": "ppo_atari_envpool",
+    "ppo_mujoco": "ppo_continuous_action",
 }  # of CleanRL's, where its name is another
 OF_MEMORY = {"env_id": "popgym:popgym-RepeatPreviousEasy-v0", "total_timesteps": 500_000, "learning_rate": 1e-3}
 OF_MEMORY |= {"num_envs": 32, "clip_coef": 0.2}
@@ -33,6 +35,8 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     | {"num_steps": 32, "clip_coef": 0.2},
     "a2c_device_env": {"env_id": "CartPole-v1", "total_timesteps": 5_000_000, "learning_rate": 5e-3, "num_envs": 128}
     | {"num_steps": 8, "norm_adv": False, "ent_coef": 0.0},
+    "ppo_mujoco": {"env_id": "HalfCheetah-v5", "total_timesteps": 20_000_000, "learning_rate": 1e-3, "num_envs": None}
+    | {"num_steps": 32, "num_minibatches": 4, "update_epochs": 5, "clip_vloss": False},
     "dqn_lru": {"env_id": "popgym:popgym-PositionOnlyCartPoleEasy-v0", "total_timesteps": 300_000, "num_envs": 8}
     | {"learning_rate": 1e-3, "buffer_size": 100_000, "batch_size": 32, "train_frequency": 40},
 }
@@ -42,6 +46,8 @@ OF_WORKERS = {"num_workers", "envs_per_worker", "ray_address", "worker_timeout"}
 OF_SLICES = {"hidden_size", "state_interval", "burn_in", "seq_length"}
 OURS_OF = {
     "_torchcompile": {"compile", "cudagraphs"},
+    "ppo_mujoco": {"physics", "nconmax", "njmax"},
+    "ppo_mujoco_torchcompile": {"physics", "nconmax", "njmax"},
     "ppo_lru": {"hidden_size", "reward_scale"},
     "ppo_lru_torchcompile": {"hidden_size", "reward_scale"},
     "ppo_rnn": {"cell", "hidden_size", "reward_scale"},
@@ -77,7 +83,7 @@ def test_names_and_defaults_are_cleanrls(name):
     absent |= OF_RANKS if "multigpu" in name else {"num_envs"} if "_ray" in name else set()
     assert theirs.keys() - ours.keys() <= absent
     added = set().union(*(flags for part, flags in OURS_OF.items() if name.endswith(part)))
-    added |= set() if "atari" in name or "device_env" in name else {"env_kwargs"}  # of Gymnasium's envs
+    added |= set() if "atari" in name or row(name).on_device else {"env_kwargs"}  # of Gymnasium's envs
     added |= {"async_envs"} if hasattr(load(name), "step_processes") else set()
     assert ours.keys() - theirs.keys() - {"save_model"} == added | OURS
     expected = theirs | {"exp_name": name, "wandb_project_name": "leanrl"} | OTHER_DEFAULTS.get(base, {})

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import local_ray
 import pytest
 import torch.utils.tensorboard
-from conftest import DISCRETE, RAY, ROOT, SCRIPTS, load
+from conftest import DISCRETE, MUJOCO, RAY, ROOT, SCRIPTS, load
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -86,6 +86,7 @@ def flags_of(name: str) -> st.SearchStrategy[dict]:
 def command_line(name: str, flags: dict) -> list[str]:
     own = {field.name for field in fields(load(name).Args)}
     env_id = "Breakout-v5" if "atari" in name else "CartPole-v1" if name in DISCRETE else "Pendulum-v1"
+    env_id = "Hopper-v5" if name in MUJOCO else env_id
     flags = {k: v for k, v in BASE.items() if k in own} | {"env_id": env_id, "save_model": False} | flags
     words = []
     for key, value in flags.items():

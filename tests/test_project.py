@@ -43,6 +43,7 @@ def test_pep_723_block_holds_the_pins_of_requirements(name):
         if isinstance(node, (ast.Import, ast.ImportFrom))
     }
     packages = {pin.split("==")[0] for pin in listed}
+    imported = {{"warp": "warp-lang", "mujoco_warp": "mujoco-warp"}.get(name, name) for name in imported}
     unseen = {"tensorboard"} | {pin.split("==")[0] for pin in pins(*extras)}  # some extras are imported by others
     assert imported - sys.stdlib_module_names - unseen == packages - unseen
 

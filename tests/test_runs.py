@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from conftest import (
     DISCRETE,
     GYM,
     MEMORY,
+    MUJOCO,
     OFF_POLICY,
     PPO,
     PPO_CONTINUOUS,
@@ -45,13 +47,13 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
     assert run.metrics["global_step"] == 1024
     assert all(torch.isfinite(torch.tensor(value)) for value in run.metrics.values())
     # Pendulum: 200 steps of at worst -16.3; Breakout: a random policy hits a few bricks.
-    low, high = (5, 500) if name in DISCRETE else (-0.1, 15) if name in ATARI else (-1600 * 1.3, 0)
+    low, high = (5, 500) if name in DISCRETE + MUJOCO else (-0.1, 15) if name in ATARI else (-1600 * 1.3, 0)
     assert run.metrics["SPS"] > 0 and low < run.metrics["episodic_return"] < high
     events = EventAccumulator(str(run.run_dir)).Reload()
     losses = row(name).losses
     losses = [f"losses/{loss}" for loss in losses.split()]
     keys = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", *losses}
-    assert set(events.Tags()["scalars"]) - {"charts/learning_rate", "charts/epsilon"} == keys
+    assert set(events.Tags()["scalars"]) - {"charts/learning_rate", "charts/epsilon", "charts/broken_worlds"} == keys
     assert events.Scalars("charts/SPS")[-1].value == pytest.approx(run.metrics["SPS"])
     small = name in PPO_DISCRETE + ATARI + MEMORY  # rollouts of 256 steps, not 512
     reports = [256, 512, 768, 1024] if small else [512, 1024]
@@ -59,7 +61,7 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
     assert [e.step for e in events.Scalars("charts/SPS")] == reports
     assert [e.step for e in events.Scalars(losses[0])] == [step for step in reports if step != 500]
     lengths, returns = ([e.value for e in events.Scalars(f"charts/episodic_{x}")] for x in ("length", "return"))
-    assert name in ATARI or lengths == (returns if name in DISCRETE else [200] * len(returns))
+    assert name in ATARI + MUJOCO or lengths == (returns if name in DISCRETE else [200] * len(returns))
     if name in PPO + MEMORY + DEVICE:
         share = np.array([1, 0.75, 0.5, 0.25] if small else [1, 0.5])
         share = np.array([7 / 16, 1 / 16]) if name in DEVICE else share  # of the last rollout before each report
@@ -218,7 +220,8 @@ BAD_SLICES = {
 }
 CASES = [("dqn", *case) for case in BAD.items()]
 CASES += [(ATARI[0], *case) for case in BAD_ATARI.items()]
-CASES += [(name, *case) for name in DEVICE for case in BAD_DEVICE.items()]
+CASES += [(name, *case) for name in DEVICE if name not in MUJOCO for case in BAD_DEVICE.items()]
+CASES += [(name, "another version", ({"env_id": "Hopper-v4"}, "Hopper-v5")) for name in MUJOCO]
 CASES += [(name, *case) for name in PPO + DEVICE if "ppo" in name for case in BAD_PPO.items()]
 CASES += [(name, *case) for name in DEVICE if "a2c" in name for case in BAD_A2C.items()]
 CASES += [
@@ -240,7 +243,7 @@ def test_bad_input_gets_one_sentence_and_exit_code_2_and_leaves_nothing(name, ca
     args = script.Args(**tiny(name) | args)
     if args.resume == "done.pt":
         done = {"step": 10**9, "iteration": 10**9}
-        script.save_checkpoint(own_folder, args, done)
+        script.save_checkpoint(own_folder, replace(args, physics="host") if name in MUJOCO else args, done)
         (own_folder / "checkpoint.pt").rename("done.pt")
     with pytest.raises(SystemExit) as exit:
         script.train(args)

@@ -1,0 +1,188 @@
+"""MuJoCo's worlds: Gymnasium's numbers from either engine, and nothing that one world does to another."""
+
+import re
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import MUJOCO, ROOT, load, tiny, train
+
+mujoco_ = load("ppo_mujoco")
+CPU = torch.device("cpu")
+# The share of steps from Gymnasium's own states whose observations Warp gets right to 1e-3, relative to 1 + |x|. Where
+# an ant's leg is steep, Warp turns the pyramid of friction directions otherwise than C MuJoCo.
+SHARES = {"Ant-v5": 0.85}
+
+
+def worlds(env_id: str, physics: str, num_envs: int, **flags):
+    return mujoco_.Worlds(mujoco_.ROBOTS[env_id], num_envs, CPU, mujoco_.Args(physics=physics, **flags))
+
+
+@pytest.fixture(scope="module")
+def played() -> dict[str, tuple]:
+    """By env, 1,000 steps of Gymnasium's with random actions: the rows before and after, actions, and what it gave."""
+    found = {}
+    for env_id, task in mujoco_.ROBOTS.items():
+        env = gym.make(env_id).unwrapped
+        names = ["qpos", "qvel", "qacc_warmstart", *task.extras]
+        rng = np.random.default_rng(0)
+        env.reset(seed=1)
+        steps = []
+        for seed in range(1000):
+            row = mujoco_.read_row(env.data, names)
+            action = rng.uniform(-1, 1, env.action_space.shape).astype(np.float32)
+            ctrl = (action * env.action_space.high).astype(np.float32)  # the bounds are symmetric
+            obs, reward, terminated, _, _ = env.step(ctrl)
+            steps.append((row, action, obs, reward, terminated))
+            if terminated:
+                env.reset(seed=seed)
+        found[env_id] = tuple(np.array(x) for x in zip(*steps))
+    return found
+
+
+@pytest.mark.parametrize("physics", ["host", "warp"])
+@pytest.mark.parametrize("env_id", mujoco_.ROBOTS)
+def test_a_step_from_gymnasiums_states_gives_gymnasiums_numbers(played, env_id, physics):
+    rows, action, obs, reward, terminated = played[env_id]
+    env = worlds(env_id, physics, len(rows))
+    state, paid, ended = env.transition(
+        torch.as_tensor(rows, dtype=env.physics.dtype), torch.as_tensor(action), torch.zeros(len(rows), 1)
+    )
+    error = (env.observation(state).double().numpy() - obs) / (1 + abs(obs))
+    if physics == "host":
+        assert (error == 0).all() and (ended.numpy() == terminated).all()
+        assert abs(paid.numpy() - reward).max() < 1e-5  # of float32 actions, squared and summed in another order
+        return
+    share = SHARES.get(env_id, 0.99)
+    assert np.quantile(abs(error).max(1), share) < 1e-3
+    assert np.quantile(abs(paid.numpy() - reward) / (1 + abs(reward)), share) < 1e-3
+    assert (ended.numpy() != terminated).mean() <= 0.002
+    assert not env.physics.overflow.any()
+
+
+@pytest.mark.parametrize("env_id", mujoco_.ROBOTS)
+def test_episodes_start_as_gymnasiums(env_id):
+    """The same distribution of each coordinate, and the same observation at each start."""
+    env, theirs = worlds(env_id, "host", 1), gym.make(env_id).unwrapped
+    starts = env.arrays(env.starts)
+    resets = []
+    for seed in range(1000):
+        theirs.reset(seed=seed)
+        resets.append(np.concatenate([theirs.data.qpos, theirs.data.qvel]))
+    resets = np.array(resets)
+    ours = torch.cat([starts["qpos"], starts["qvel"]], -1).numpy()
+    spread = resets.std(0) + 1e-9
+    assert (abs(ours.mean(0) - resets.mean(0)) < 0.25 * spread).all()
+    assert (abs(ours.std(0) / spread - 1) < 0.15).all()
+    for i in range(5):
+        theirs.reset(seed=i)  # clears the rest
+        theirs.set_state(starts["qpos"][i].numpy(), starts["qvel"][i].numpy())
+        assert (theirs._get_obs() == env.observation(env.starts)[i].numpy()).all()
+
+
+@pytest.mark.parametrize("physics", ["host", "warp"])
+def test_a_state_that_is_not_finite_stays_in_its_world(physics):
+    env = worlds("Hopper-v5", physics, 5)
+    torch.manual_seed(0)
+    first = mujoco_.first_worlds(env, 5, CPU)
+    first["clock"][:] = 3
+    hurt = first | {"state": first["state"].clone()}
+    hurt["state"][2, 5] = torch.nan
+    action, uniform = torch.zeros(5, 3), torch.rand(5, 1)
+    well, reward, _, valid = mujoco_.step_worlds(env, first, action, uniform)
+    now, paid, terminated, counts = mujoco_.step_worlds(env, hurt, action, uniform)
+    others = [0, 1, 3, 4]
+    assert valid.all() and counts.tolist() == [True, True, False, True, True]
+    assert (now["state"][others] == well["state"][others]).all() and (paid[others] == reward[others]).all()
+    assert (now["state"][2] == env.initial(uniform)[2]).all() and paid[2] == 0
+    assert now["broken"].tolist() == [0, 0, 1, 0, 0] and now["clock"][2] == 0 and not terminated[2] and now["done"][2]
+
+
+def test_a_limit_of_time_is_no_termination():
+    env = worlds("HalfCheetah-v5", "host", 2)
+    now = mujoco_.first_worlds(env, 2, CPU)
+    now["clock"][:] = torch.tensor([998, 999])
+    action, uniform = torch.zeros(2, 6), torch.zeros(2, 1)
+    now, _, terminated, valid = mujoco_.step_worlds(env, now, action, uniform)
+    assert now["done"].tolist() == [False, True] and not terminated.any() and valid.all()
+    now, reward, terminated, valid = mujoco_.step_worlds(env, now, action, uniform)
+    assert now["clock"].tolist() == [1000, 0] and valid.tolist() == [True, False] and reward[1] == 0
+    assert now["done"].tolist() == [True, False] and (now["state"][1] == env.starts[0]).all()
+
+
+def test_a_step_of_warp_depends_on_nothing_but_the_row():
+    """In another world, after another history, among others: the same bits."""
+    env = worlds("Hopper-v5", "warp", 4)
+    action = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    state = env.starts[:4]
+    for _ in range(30):
+        state, _, _ = env.transition(state, action, torch.zeros(4, 1))
+    new, _, _ = env.transition(state, action, torch.zeros(4, 1))
+    env.transition(env.starts[4:8], -action, torch.zeros(4, 1))
+    turned, _, _ = env.transition(state.flip(0), action.flip(0), torch.zeros(4, 1))
+    assert (turned.flip(0) == new).all()
+    alone = worlds("Hopper-v5", "warp", 1)
+    assert (alone.transition(state[2:3], action[2:3], torch.zeros(1, 1))[0] == new[2:3]).all()
+
+
+def test_a_recorded_step_of_warp_is_that_of_its_launches():
+    twin = load("ppo_mujoco_torchcompile")
+    env = worlds("HalfCheetah-v5", "warp", 3)
+    recorded = worlds("HalfCheetah-v5", "warp", 3)
+    twin.record(recorded.physics)
+    state, ctrl = env.starts[:3], torch.full((3, 6), 0.5)
+    assert (env.physics.step(state, ctrl) == recorded.physics.step(state, ctrl)).all()
+
+
+@pytest.mark.parametrize("name", MUJOCO)
+def test_contacts_without_room_end_the_run(name, capsys):
+    script = load(name)
+    flags = tiny(name) | {"env_id": "Ant-v5", "physics": "warp", "nconmax": 1, "njmax": 4, "total_timesteps": 128}
+    with pytest.raises(SystemExit) as exit:
+        script.train(script.Args(**flags, cuda=False, save_model=False))
+    assert "--nconmax" in str(exit.value)
+
+
+def test_c_mujoco_is_not_captured(capsys):
+    script = load("ppo_mujoco_torchcompile")
+    with pytest.raises(SystemExit) as exit:
+        script.train(script.Args(physics="host", cudagraphs=True))
+    assert exit.value.code == 2 and "--physics warp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MUJOCO)
+def test_worlds_of_warp_train(monkeypatch, name):
+    run = train(monkeypatch, name, **tiny(name) | {"physics": "warp", "total_timesteps": 256})
+    assert np.isfinite(run.metrics["policy_loss"])
+
+
+def test_the_robot_of_the_page_learns(monkeypatch, own_folder):
+    """The model and the class of docs/device.md, in both engines; the pole comes up."""
+    page = (ROOT / "docs" / "device.md").read_text()
+    (xml,) = re.findall(r"```xml\n(.*?)```", page, re.DOTALL)
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Pendulum" in block]
+    Path("pendulum.xml").write_text(xml)
+    exec(code, names := {})
+    monkeypatch.setitem(mujoco_.ROBOTS, "Pendulum", names["Pendulum"])
+    run = train(monkeypatch, "ppo_mujoco", env_id="Pendulum", num_envs=16, total_timesteps=61_440, learning_rate=3e-3)
+    assert run.metrics["episodic_return"] > 0  # of 200 steps, each pays -1 hanging and 1 upright
+    env = worlds("Pendulum", "warp", 2)
+    state, reward, _ = env.transition(env.starts[:2], torch.ones(2, 1), torch.zeros(2, 1))
+    assert env.observation(state).shape == (2, 3) and (reward < -0.9).all()
+
+
+def test_the_moments_are_those_of_all_valid_rows():
+    rng = np.random.default_rng(0)
+    moments = torch.tensor([[0.0] * 3, [0.0] * 3, [1.0] * 3], dtype=torch.float64)
+    seen = []
+    for _ in range(4):
+        x, valid = rng.normal(5, 2, (6, 2, 3)), rng.random((6, 2)) < 0.7
+        mujoco_.add_moments(moments, torch.as_tensor(x), torch.as_tensor(valid))
+        seen.append(x[valid])
+    seen = np.concatenate(seen)
+    assert moments[0].tolist() == [len(seen)] * 3
+    np.testing.assert_allclose(moments[1:], [seen.mean(0), seen.var(0)], rtol=1e-12)
+    scaled = mujoco_.normalize(moments, torch.as_tensor(seen))
+    np.testing.assert_allclose(scaled.mean(0), 0, atol=1e-6)
