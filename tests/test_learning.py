@@ -13,7 +13,8 @@ MODES = {
     "compile+cudagraphs": ("_torchcompile", {"compile": True, "cudagraphs": True, "cuda": True}),
 }
 GATES = [name for name in CATALOG if CATALOG[name].gate]
-LONG = ("td3_continuous_action", "a2c_device_env", "ppo_atari_envpool", "ppo_lru")  # which learn much as another does
+# which learn much as another does, or as the robot of test_mujoco.py
+LONG = ("td3_continuous_action", "a2c_device_env", "ppo_atari_envpool", "ppo_lru", "ppo_mujoco")
 
 
 @pytest.mark.slow

