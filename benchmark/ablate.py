@@ -3,8 +3,9 @@
     python benchmark/ablate.py dqn --pairs 5
 
 A trick is taken out, or one that was turned down is tried, by a patch in ablations/SCRIPT/. Its first line says what it
-does, its second the mode that is run. It is applied to a copy of the script, and runs beside the script as it is, slice
-by slice in turn, as in compare.py. A patch that no longer applies is an error. Keeps a table in OUT/ablate.json.
+does, its second the mode that is run, with flags. It is applied to a copy of the script, and runs beside the script as
+it is, slice by slice in turn, as in compare.py. A patch that no longer applies is an error. Keeps a table in
+OUT/ablate.json.
 """
 
 import re
@@ -47,10 +48,11 @@ def ablate(script: str, args: Args) -> list[dict]:
 
         def run(mode: str, patch: Path | None, turn: int) -> Run:
             """The script with the patch; the first run of each variant finds its compiler cache empty."""
-            folder = Path(root, f"{mode}-{patch.stem if patch else 'as-it-is'}")
+            folder = Path(root, f"{mode.replace(' ', '')}-{patch.stem if patch else 'as-it-is'}")
+            mode, *flags = mode.split()
             if not folder.exists():
                 patched(script, mode, patch, folder)
-            about = {"cache": folder / "cache", "slices": entry.slices}
+            about = {"cache": folder / "cache", "slices": entry.slices, "flags": tuple(flags)}
             return Run(script, mode, steps, entry.env_id, turn + 1, folder, **about)
 
         for turn in range(args.pairs):

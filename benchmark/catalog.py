@@ -251,6 +251,7 @@ CATALOG = {
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=3,  # a step of all worlds, the preparation of a rollout, an update
         on_device=True,
+        peers=peers.WORLDS_PPO,
     ),
     "a2c_device_env": Script(
         env_id="CartPole-v1",

@@ -47,7 +47,7 @@ class Args:
     slices: int = 20  # parts of a run, of equally many steps; each at least a report
     in_turns: bool = False  # wait for stdin after each slice
     seconds: float | None = None  # end the run once it has been measured for so long; default: after all steps
-    report_interval: int | None = None  # env steps between two reports, off-policy; default: the script's own
+    report_interval: int | None = None  # env steps (rollouts, with envs on the device) between two reports
     flags: str = ""  # more flags of the script, in one string
     monitor: str | None = None  # folder for the episodes of a peer
 
@@ -172,7 +172,7 @@ def run_script(args: Args) -> dict:
     flags += ["--learning-starts", LEARNING_STARTS] if hasattr(script.Args, "learning_starts") else []
     flags += shlex.split(args.flags)
     if args.report_interval:
-        script.REPORT_INTERVAL = args.report_interval
+        script.REPORT_INTERVAL = script.REPORT_EVERY = args.report_interval
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         with suppress(Enough):

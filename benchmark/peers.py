@@ -16,6 +16,7 @@ PPO_SETTINGS |= {"gae_lambda": 0.95, "clip_range": 0.2, "ent_coef": 0.0, "vf_coe
 PPO_SETTINGS |= {"policy_kwargs": {"net_arch": {"pi": [64, 64], "vf": [64, 64]}}}
 DISCRETE_PPO_SETTINGS = PPO_SETTINGS | {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "learning_rate": 2.5e-4}
 DISCRETE_PPO_SETTINGS |= {"ent_coef": 0.01}
+WORLDS_PPO_SETTINGS = PPO_SETTINGS | {"n_steps": 32, "batch_size": 512, "n_epochs": 5, "learning_rate": 1e-3}
 LSTM = {
     "lstm_hidden_size": 128,
     "shared_lstm": True,
@@ -34,6 +35,37 @@ DQN_SETTINGS |= {"train_freq": 10, "target_update_interval": 500, "policy_kwargs
 DQN_SETTINGS |= {"exploration_initial_eps": 1.0, "exploration_final_eps": 0.05, "exploration_fraction": 0.5}
 
 
+def envpool_envs(env_id: str, num_envs: int, seed: int):
+    """EnvPool's envs as Stable-Baselines3 takes them: reset in the step that ends an episode."""
+    import envpool
+    import numpy as np
+    from stable_baselines3.common.vec_env import VecEnv
+
+    pool = envpool.make(env_id, env_type="gymnasium", num_envs=num_envs, seed=seed)
+
+    class Envs(VecEnv):
+        get_attr = env_is_wrapped = lambda self, *_: [None] * num_envs
+        set_attr = env_method = close = lambda self, *_: None
+
+        def reset(self):
+            return pool.reset()[0]
+
+        def step_async(self, actions: np.ndarray):
+            self.actions = actions.astype(np.float64)
+
+        def step_wait(self):
+            obs, reward, terminated, truncated, _ = pool.step(self.actions)
+            over = np.flatnonzero(terminated | truncated)
+            infos = [{} for _ in range(num_envs)]
+            for i in over:
+                infos[i] = {"terminal_observation": obs[i].copy(), "TimeLimit.truncated": not terminated[i]}
+            if len(over):
+                obs[over] = pool.reset(over)[0]
+            return obs, reward, terminated | truncated, infos
+
+    return Envs(num_envs, pool.observation_space, pool.action_space)
+
+
 def train(
     library: str,
     algorithm: str,
@@ -46,6 +78,7 @@ def train(
     normalize: bool = False,
     policy: str = "MlpPolicy",
     num_envs: int = 1,
+    by_envpool: bool = False,
 ):
     """Trains; reports once per rollout of PPO, and every 500 steps of learning off-policy.
 
@@ -60,7 +93,10 @@ def train(
 
     known = isinstance(gym.make(env_id).observation_space, gym.spaces.Box | gym.spaces.Discrete)
     wrapper = None if known else gym.wrappers.FlattenObservation
-    envs = make_vec_env(env_id, n_envs=num_envs, seed=seed, monitor_dir=monitor, wrapper_class=wrapper)
+    if by_envpool:
+        envs = envpool_envs(env_id, num_envs, seed)
+    else:
+        envs = make_vec_env(env_id, n_envs=num_envs, seed=seed, monitor_dir=monitor, wrapper_class=wrapper)
     if normalize:
         envs = VecNormalize(envs, gamma=settings["gamma"])
     if algorithm == "TD3":
@@ -96,6 +132,7 @@ def both(suffix: str, algorithm: str, settings: dict, **kwargs) -> dict[str, tup
 PPO = both("", "PPO", PPO_SETTINGS, normalize=True)
 PPO_UNNORMALISED = both(" unnormalised", "PPO", PPO_SETTINGS)
 DISCRETE_PPO = both("", "PPO", DISCRETE_PPO_SETTINGS, num_envs=4)
+WORLDS_PPO = both(" on EnvPool", "PPO", WORLDS_PPO_SETTINGS, normalize=True, num_envs=64, by_envpool=True)
 TD3 = both("", "TD3", TD3_SETTINGS)
 SAC = both("", "SAC", SAC_SETTINGS)
 DQN = both("", "DQN", DQN_SETTINGS)

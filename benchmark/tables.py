@@ -223,7 +223,6 @@ NO_GAIN = {  # of tricks that no ablation takes out; of others: the script does 
     "flat": "not measured yet, since it is for a GPU",
     "overlap": "not measured yet, since it is for a GPU",
     "pinned": "not measured yet, since it is for a GPU",
-    "physics": "not measured yet",
     "operator": "not measured apart; with perf[graph], that of `compile` over `eager` in the notebook",
 }
 
@@ -356,6 +355,23 @@ def processes() -> str:
     return f"{shown}\n\nEnv steps a second, without policy and update ({details})."
 
 
+def worlds() -> str:
+    """Env steps a second by the number of MuJoCo worlds: the simulator alone, and PPO with it."""
+    (table,) = tables("worlds")
+    alone = {"C MuJoCo": "C MuJoCo alone", "EnvPool": "EnvPool alone", "Warp, recorded": "Warp alone"}
+    training = {"plain, C MuJoCo": "PPO, plain", "compiled, C MuJoCo": "PPO, compiled"}
+    training["compiled, Warp"] = "PPO, compiled, with Warp"
+    rows = []
+    for row in table["rows"]:
+        cells = [f"{row['alone'][name]:,.0f}" for name in alone]
+        cells += [f"{row['training'][name]:,.0f}" for name in training]
+        share = row["training"]["compiled, C MuJoCo"] / row["alone"]["C MuJoCo"]
+        rows.append((f"{row['worlds']:,}", *cells, f"{share:.0%}".replace("%", " %")))
+    columns = ["worlds", *alone.values(), *training.values(), "the simulator's part of PPO, compiled"]
+    details = where(table, "cores", "torch", "date", "commit")
+    return f"{markdown(columns, rows)}\n\nEnv steps a second of HalfCheetah-v5 ({details})."
+
+
 # ---------- returns ----------
 
 
@@ -458,7 +474,7 @@ def blocks() -> dict[str, Callable[[], str]]:
     """What each name stands for."""
     named = {"claim": claim, "best": best, "ablation": ablation, "phases": phases, "scaling": scaling, "pong": pong}
     named |= {"saving": saving, "steps": steps, "scans": scans, "ray": ray, "returns": returns, "lowered": lowered}
-    named |= {"processes": processes, "gpu": gpu, "gpu claim": gpu_claim}
+    named |= {"processes": processes, "gpu": gpu, "gpu claim": gpu_claim, "worlds": worlds}
     named["latency"] = latency
     named["speed"] = lambda: speed(first_of_each_script())
     named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])

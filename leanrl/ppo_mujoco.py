@@ -265,6 +265,11 @@ class WarpPhysics:
         self.ctrl = warp.to_torch(self.data.ctrl)
         self.overflow = warp.to_torch(self.data.overflow)  # (N,), not 0 where Warp had no room for a contact
 
+    def on_stream(self):
+        """In a with block, Warp launches on PyTorch's stream."""
+        stream = self.wp.stream_from_torch(torch.cuda.current_stream()) if self.is_cuda else None
+        return self.wp.ScopedStream(stream, sync_enter=False)
+
     def launch(self):
         """Starts the kernels of an env step."""
         for _ in range(self.frame_skip):
@@ -277,8 +282,7 @@ class WarpPhysics:
         for view, part in zip(self.views, state.split([view.shape[1] for view in self.views], -1)):
             view.copy_(part)
         self.ctrl.copy_(ctrl)
-        stream = self.wp.stream_from_torch(torch.cuda.current_stream()) if self.is_cuda else None
-        with self.wp.ScopedStream(stream, sync_enter=False):
+        with self.on_stream():
             self.launch()
         return torch.cat(self.views, -1)
 
@@ -668,7 +672,7 @@ def check_numbers(args: Args):
     for name, value in vars(args).items():
         least = 1 if type(value) is int and name not in may_be_zero else 0
         most = 1 if name in shares else 2**63 - 1
-        if type(value) in (int, float) and not least <= value <= most:  # NaN fails, too
+        if type(value) in (int, float) and name != "v_min" and not least <= value <= most:  # NaN fails, too
             fail(f"--{name.replace('_', '-')} must lie between {least} and {most}, not {value}.")
 
 

@@ -28,6 +28,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack  # perf[capture]
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -81,6 +82,7 @@ class Args:
     # perf[graph] perf[capture]
     compile: bool = False  # compile all but the physics: acting, the preparation of a rollout, and an update
     cudagraphs: bool = False  # capture a whole iteration, with Warp's physics, as one CUDA graph
+    cut_graph: bool = False  # with --cudagraphs: leave the physics to graphs of Warp's own
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # env steps between saves; 0: only at signals
@@ -274,6 +276,11 @@ class WarpPhysics:
         self.ctrl = warp.to_torch(self.data.ctrl)
         self.overflow = warp.to_torch(self.data.overflow)  # (N,), not 0 where Warp had no room for a contact
 
+    def on_stream(self):
+        """In a with block, Warp launches on PyTorch's stream."""
+        stream = self.wp.stream_from_torch(torch.cuda.current_stream()) if self.is_cuda else None
+        return self.wp.ScopedStream(stream, sync_enter=False)
+
     def launch(self):
         """Starts the kernels of an env step."""
         for _ in range(self.frame_skip):
@@ -286,8 +293,7 @@ class WarpPhysics:
         for view, part in zip(self.views, state.split([view.shape[1] for view in self.views], -1)):
             view.copy_(part)
         self.ctrl.copy_(ctrl)
-        stream = self.wp.stream_from_torch(torch.cuda.current_stream()) if self.is_cuda else None
-        with self.wp.ScopedStream(stream, sync_enter=False):
+        with self.on_stream():
             self.launch()
         return torch.cat(self.views, -1)
 
@@ -571,6 +577,51 @@ def record(physics: WarpPhysics):
     physics.launch = replay
 
 
+# perf[capture] for a GPU whose driver lets PyTorch capture no launch of Warp
+class CutGraph:
+    """Calls function(*tensors) by graphs: one of PyTorch between two steps of the physics, and one of Warp for each."""
+
+    def __init__(self, function, physics: WarpPhysics, warmup: int):
+        self.function = function
+        self.physics = physics
+        self.warmup = warmup  # calls without a graph
+        self.parts = []  # what replays the graphs, in order
+
+    def __call__(self, *tensors: Tensor):
+        if self.warmup:
+            self.warmup -= 1
+            return self.function(*tensors)
+        if not self.parts:
+            self.capture(tensors)
+        for kept, tensor in zip(self.tensors, tensors):
+            kept.copy_(tensor)
+        with self.physics.on_stream():
+            for replay in self.parts:
+                replay()
+        return self.result
+
+    def capture(self, tensors: tuple[Tensor, ...]):
+        self.tensors = [tensor.clone() for tensor in tensors]
+        pool = torch.cuda.graph_pool_handle()  # the graphs share memory
+        launch = self.physics.launch
+        with ExitStack() as open_graph:
+
+            def begin():
+                graph = torch.cuda.CUDAGraph()
+                open_graph.enter_context(torch.cuda.graph(graph, pool=pool))
+                self.parts.append(graph.replay)
+
+            def cut():
+                open_graph.close()
+                self.parts.append(launch)
+                begin()
+
+            self.physics.launch = cut
+            begin()
+            self.result = self.function(*self.tensors)
+        self.physics.launch = launch
+
+
 # perf[graph] the compiler takes the physics for one operation, and does not look into it
 def physics_operator(physics: HostPhysics | WarpPhysics):
     """physics.step() as a custom operator of PyTorch; Warp's is recorded first."""
@@ -693,7 +744,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         step, prepare, update = (torch.compile(f, fullgraph=True) for f in (step, prepare, update))
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
-        iterate = CudaGraphModule(iterate, warmup=3)
+        iterate = CutGraph(iterate, env.physics, 3) if args.cut_graph else CudaGraphModule(iterate, warmup=3)
 
     global_step = first_iteration * batch_size
     progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
@@ -754,7 +805,7 @@ def check_numbers(args: Args):
     for name, value in vars(args).items():
         least = 1 if type(value) is int and name not in may_be_zero else 0
         most = 1 if name in shares else 2**63 - 1
-        if type(value) in (int, float) and not least <= value <= most:  # NaN fails, too
+        if type(value) in (int, float) and name != "v_min" and not least <= value <= most:  # NaN fails, too
             fail(f"--{name.replace('_', '-')} must lie between {least} and {most}, not {value}.")
 
 

@@ -1,5 +1,6 @@
 """What the tests share: scripts as modules, training in a throw-away folder, a scripted environment."""
 
+import contextlib
 import importlib
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -294,9 +295,19 @@ class Springs:
 
     def __init__(self, model, frame_skip, names, num_envs, device, args):
         self.overflow = torch.zeros(num_envs, dtype=torch.int32, device=device)
+        self.on_stream = contextlib.nullcontext
+
+    def launch(self):
+        state = self.state + 0.1 * self.ctrl.mean(-1, keepdim=True) - 0.05 * self.state.roll(1, -1)
+        self.state.copy_(state.clamp(-2, 2))
 
     def step(self, state: torch.Tensor, ctrl: torch.Tensor) -> torch.Tensor:
-        return (state + 0.1 * ctrl.mean(-1, keepdim=True) - 0.05 * state.roll(1, -1)).clamp(-2, 2)
+        if not hasattr(self, "state"):
+            self.state, self.ctrl = state.clone(), ctrl.clone()
+        self.state.copy_(state)
+        self.ctrl.copy_(ctrl)
+        self.launch()
+        return self.state.clone()
 
 
 class ScriptedPool:

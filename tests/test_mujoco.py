@@ -145,6 +145,22 @@ def test_contacts_without_room_end_the_run(name, capsys):
     assert "--nconmax" in str(exit.value)
 
 
+def test_humanoids_on_the_floor_have_room_for_their_contacts():
+    env = worlds("Humanoid-v5", "warp", 8)
+    torch.manual_seed(0)
+    state = env.starts[:8].clone()
+    qpos = env.arrays(state)["qpos"]
+    qpos[:, 2] = 1
+    qpos[:, 3:7] = torch.nn.functional.normalize(torch.randn(8, 4), dim=-1)  # which side is up
+    most = 0
+    load("ppo_mujoco_torchcompile").record(env.physics)
+    for _ in range(60):
+        state, _, _ = env.transition(state, 2 * torch.rand(8, env.act_dim) - 1, torch.zeros(8, 1))
+        most = max(most, int(env.physics.data.nacon.numpy()[0]))
+    assert (env.arrays(state)["qpos"][:, 2] < 0.8).all() and state.isfinite().all()
+    assert most > 40 and not env.physics.overflow.any()
+
+
 def test_c_mujoco_is_not_captured(capsys):
     script = load("ppo_mujoco_torchcompile")
     with pytest.raises(SystemExit) as exit:

@@ -99,11 +99,8 @@ def test_every_command_in_the_documents_parses(line):
         assert set(words[1:]) <= {"--check"}
     elif name.startswith("benchmark/"):
         args = tyro.cli(importlib.import_module(name.removeprefix("benchmark/")).Args, args=words[1:])
-        scripts = (
-            []
-            if name in ("benchmark/scans", "benchmark/efficiency", "benchmark/processes", "benchmark/film")
-            else getattr(args, "scripts", None) or [args.script]
-        )
+        names_no_script = [f"benchmark/{tool}" for tool in ("scans", "efficiency", "processes", "film", "worlds")]
+        scripts = [] if name in names_no_script else getattr(args, "scripts", None) or [args.script]
         assert all((ROOT / "leanrl" / f"{script}.py").exists() for script in scripts)
     else:
         tyro.cli(load(name).Args, args=words[1:])
