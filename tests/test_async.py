@@ -76,7 +76,9 @@ for env in (OwnDraws, GlobalDraws, Faulty):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in NAMES[3:7])) for name in NAMES]
+)
 def test_envs_in_processes_give_the_same_run(monkeypatch, name):
     """To the bit: parameters, metrics, checkpoints; also where the run went on from a checkpoint of the other mode."""
     patch_reports(monkeypatch, name)

@@ -342,7 +342,7 @@ def test_an_iteration_never_leaves_the_device_nor_waits_for_it(monkeypatch, name
     iterate_on_meta(monkeypatch, load(name), env_id)
 
 
-@pytest.mark.parametrize("env_id", load("ppo_mujoco").ROBOTS)
+@pytest.mark.parametrize("env_id", ["Hopper-v5", "Ant-v5", "Humanoid-v5"])  # the others do what a Hopper does
 def test_an_iteration_of_mujocos_worlds_never_leaves_the_device(monkeypatch, env_id):
     """But for the simulator itself. In the plain file; test_capture.py runs the twin."""
     script = load("ppo_mujoco")

@@ -47,7 +47,7 @@ OF_SLICES = {"hidden_size", "state_interval", "burn_in", "seq_length"}
 OURS_OF = {
     "_torchcompile": {"compile", "cudagraphs"},
     "ppo_mujoco": {"physics", "nconmax", "njmax"},
-    "ppo_mujoco_torchcompile": {"physics", "nconmax", "njmax"},
+    "ppo_mujoco_torchcompile": {"physics", "nconmax", "njmax", "cut_graph"},
     "ppo_lru": {"hidden_size", "reward_scale"},
     "ppo_lru_torchcompile": {"hidden_size", "reward_scale"},
     "ppo_rnn": {"cell", "hidden_size", "reward_scale"},

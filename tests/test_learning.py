@@ -13,8 +13,8 @@ MODES = {
     "compile+cudagraphs": ("_torchcompile", {"compile": True, "cudagraphs": True, "cuda": True}),
 }
 GATES = [name for name in CATALOG if CATALOG[name].gate]
-# which learn much as another does, or as the robot of test_mujoco.py
-LONG = ("td3_continuous_action", "a2c_device_env", "ppo_atari_envpool", "ppo_lru", "ppo_mujoco")
+# which learn much as another does, or as the robot of test_mujoco.py, or find the best action in test_faults.py
+LONG = ("sac_continuous_action", "td3_continuous_action", "a2c_device_env", "ppo_atari_envpool", "ppo_lru", "ppo_mujoco")
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def test_c_mujoco_is_not_captured(capsys):
 
 @pytest.mark.parametrize("name", MUJOCO)
 def test_worlds_of_warp_train(monkeypatch, name):
-    run = train(monkeypatch, name, **tiny(name) | {"physics": "warp", "total_timesteps": 256})
+    run = train(monkeypatch, name, **tiny(name) | {"physics": "warp", "total_timesteps": 128})
     assert np.isfinite(run.metrics["policy_loss"])
 
 

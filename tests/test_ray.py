@@ -215,7 +215,9 @@ def check_resume(monkeypatch, name: str, **flags):
     assert not same(whole, train(monkeypatch, name, **flags | {"checkpoint_interval": 0}))
 
 
-@pytest.mark.parametrize("name", ["ppo_continuous_action_ray", "ppo_atari_ray_torchcompile"])
+@pytest.mark.parametrize(
+    "name", ["ppo_continuous_action_ray", pytest.param("ppo_atari_ray_torchcompile", marks=pytest.mark.long)]
+)
 def test_a_run_that_lost_a_worker_before_it_was_saved_resumes_to_the_bit(monkeypatch, local, name):
     """Seeds of the envs follow from the step alone once more."""
     local.lost[3] = DIED
@@ -370,7 +372,7 @@ def test_lost_rollouts_are_asked_for_again(monkeypatch, local, quadrants, name, 
     assert [e.value for e in events.Scalars("charts/lag_max")] == [0, 1, 1, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("name", "lag"), [(ATARI[0], 1), (ATARI[1], 0)])
+@pytest.mark.parametrize(("name", "lag"), [pytest.param(ATARI[0], 1, marks=pytest.mark.long), (ATARI[1], 0)])
 def test_an_asynchronous_run_resumes_to_the_bit(monkeypatch, local, name, lag):
     check_resume(monkeypatch, name, **problem(name) | TWO_WORKERS | {"lag": lag})
 
@@ -476,7 +478,7 @@ def test_a_worker_has_as_many_threads_as_it_is_given(monkeypatch, local, name="p
 
     monkeypatch.setattr(script, "make_envs", new_pool)
     threads = torch.get_num_threads()
-    train(monkeypatch, name, **tiny(name) | {"worker_threads": 2})
+    train(monkeypatch, name, **tiny(name) | {"worker_threads": 2, "total_timesteps": 32})
     torch.set_num_threads(threads)
     assert made[1:] == [(2, 2)]  # the first ones tell the learner of the actions
 

@@ -17,6 +17,7 @@ DIVIDER = (
 OWN = {"def update_stats(": 46, "def lru(": 31, "def gru(": 55, "ENVS = {": 75}
 OWN |= {"class MaskInObservation(": 30, "def step_processes(": 46, "def add_moments(": 35}
 OWN |= {"ROBOTS = {": 135, "class HostPhysics:": 35, "class WarpPhysics:": 50, "class Worlds:": 65}
+OWN |= {"class CutGraph:": 48}
 
 
 def budget(name: str) -> int:
