@@ -82,7 +82,7 @@ class Args:
     # perf[graph] perf[capture]
     compile: bool = False  # compile all but the physics: acting, the preparation of a rollout, and an update
     cudagraphs: bool = False  # capture a whole iteration, with Warp's physics, as one CUDA graph
-    cut_graph: bool = False  # with --cudagraphs: leave the physics to graphs of Warp's own
+    cut_graph: bool = False  # leave the physics to graphs of Warp's own, with --cudagraphs
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
     checkpoint_interval: int = 0  # env steps between saves; 0: only at signals
@@ -805,7 +805,7 @@ def check_numbers(args: Args):
     for name, value in vars(args).items():
         least = 1 if type(value) is int and name not in may_be_zero else 0
         most = 1 if name in shares else 2**63 - 1
-        if type(value) in (int, float) and name != "v_min" and not least <= value <= most:  # NaN fails, too
+        if type(value) in (int, float) and not least <= value <= most:  # NaN fails, too
             fail(f"--{name.replace('_', '-')} must lie between {least} and {most}, not {value}.")
 
 

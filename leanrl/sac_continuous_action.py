@@ -399,7 +399,7 @@ def check_numbers(args: Args):
     for name, value in vars(args).items():
         least = 1 if type(value) is int and name not in may_be_zero else 0
         most = 1 if name in shares else 2**63 - 1
-        if type(value) in (int, float) and name != "v_min" and not least <= value <= most:  # NaN fails, too
+        if type(value) in (int, float) and not least <= value <= most:  # NaN fails, too
             fail(f"--{name.replace('_', '-')} must lie between {least} and {most}, not {value}.")
 
 
