@@ -115,6 +115,25 @@ def duration(path: Path):
         panel.set_title(f"PPO, {table['env_id']}, on {cores} cores of a CPU", loc="left", fontsize=9)
 
 
+def cheetahs(path: Path):
+    """Mean returns of HalfCheetah-v5 against env steps and against minutes, of one env and of many worlds."""
+    with picture(path, 1, 2, (7.2, 2.4), sharey=True) as (figure, panels):
+        for script, color in (("ppo_continuous_action", PLAIN), ("ppo_mujoco", OURS)):
+            for file in sorted((RESULTS / "curves").glob(f"{script}__HalfCheetah-v5__*__compile.csv")):
+                points = defaultdict(list)
+                for row in read_csv(file):
+                    points[int(row["step"])].append([float(row["seconds"]) / 60, float(row["episodic_return"])])
+                means = np.array([np.mean(rows, 0) for _, rows in sorted(points.items())])
+                label = f"{script}, {int(file.stem.split('__')[2]) / 1e6:g}M steps"
+                for panel, x in zip(panels[0], (np.array(sorted(points)) / 1e6, means[:, 0])):
+                    panel.plot(x, means[:, 1], color=color, lw=1.5, label=label)
+        for panel, label in zip(panels[0], ("million env steps", "minutes")):
+            panel.set_xlabel(label, fontsize=8)
+        panels[0, 0].set_ylabel("mean episodic return", fontsize=8)
+        panels[0, 1].legend(fontsize=7, frameon=False)
+        figure.suptitle("HalfCheetah-v5 on a CPU, compiled", fontsize=9)
+
+
 def growth(table: dict, path: Path):
     """A column for each size of a script: steps/s, memory and cold start of the plain file and the compiled twin."""
     columns = list(dict.fromkeys(row["what"] for row in table["rows"]))
@@ -154,6 +173,7 @@ def main(check: bool):
     for script in CATALOG:
         curves(script, RESULTS / f"returns_{script}.png")
     duration(RESULTS / "minutes.png")
+    cheetahs(RESULTS / "cheetahs.png")
     for table in tables("scale"):
         growth(table, RESULTS / f"scale_{table['script']}.png")
     print(f"updated: {names or 'nothing'}; drew the pictures")

@@ -46,6 +46,7 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     modes: tuple[str, ...] = ("compile",)  # or peers, as in compare.py
     total_timesteps: int = 1_000_000
+    flags: str = ""  # more flags of the script, in one string; they are recorded in place of the mode
     patch: Path | None = None  # applied to a copy; its name is recorded in place of the mode
     out: Path = RESULTS  # returns.csv, and a file for each curve in curves/, go there
 
@@ -74,16 +75,15 @@ def learning_curve(step: np.ndarray, seconds: np.ndarray, value: np.ndarray, tot
     ]
 
 
-def run_script(
-    script: str, env_id: str, seed: int, mode: str, total_timesteps: int, folder: str, patch: Path | None
-) -> tuple:
+def run_script(script: str, env_id: str, seed: int, mode: str, folder: str, args: Args) -> tuple:
     """Trains in a fresh process: step, seconds and return of each episode, and the mean return of the last 100."""
+    patch = args.patch
     _, flags = CATALOG[script].modes[mode]
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mode[0]}"] if mode in RANKS else []
     path = patched(script, mode, patch.resolve(), Path(folder, "patched")) if patch else file_of(script, mode)
     command = [sys.executable, "-W", "ignore", *launch, path, *flags]
-    command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", total_timesteps]
-    command += shlex.split(FLAGS.get((script, env_id), ""))
+    command += ["--env-id", env_id, "--seed", seed, "--total-timesteps", args.total_timesteps]
+    command += shlex.split(FLAGS.get((script, env_id), "")) + shlex.split(args.flags)
     if mode in RANKS:
         command += ["--local-num-envs", 8 // int(mode[0])]  # together as many as one process has: the same updates
     environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmark")}  # where no_velocity.py is
@@ -99,12 +99,12 @@ def run_script(
     return step.astype(int), seconds, value, summary["metrics"]["episodic_return"]
 
 
-def run_peer(script: str, env_id: str, seed: int, mode: str, total_timesteps: int, folder: str, _) -> tuple:
+def run_peer(script: str, env_id: str, seed: int, mode: str, folder: str, args: Args) -> tuple:
     """Likewise, with another library. For each env, its Monitor writes a row an episode: return, length, seconds."""
     run = Run(script, mode, CATALOG[script].steps, env_id, seed)
     environment = replace(run, threads=best_threads(run)).environment()
     command = [sys.executable, "-W", "ignore", ROOT / "benchmark" / "measure.py", script, "--mode", mode]
-    command += ["--env-id", env_id, "--seed", seed, "--steps", total_timesteps, "--monitor", folder]
+    command += ["--env-id", env_id, "--seed", seed, "--steps", args.total_timesteps, "--monitor", folder]
     subprocess.run([str(part) for part in command], check=True, env=environment)
     paths = list(Path(folder).glob("*.monitor.csv"))
     episodes = []  # step, seconds, value; all envs step together
@@ -116,13 +116,18 @@ def run_peer(script: str, env_id: str, seed: int, mode: str, total_timesteps: in
     return step[order].astype(int), seconds[order], value[order], value[order][-100:].mean()
 
 
+def recorded(mode: str, args: Args) -> str:
+    """What a run is recorded as."""
+    return args.patch.stem if args.patch else args.flags or mode
+
+
 def run(script: str, env_id: str, seed: int, mode: str, args: Args):
     """Trains and records the outcome."""
     total_timesteps, here = args.total_timesteps, machine()
     train = run_peer if mode in CATALOG[script].peers else run_script
     with tempfile.TemporaryDirectory() as folder:
-        step, seconds, value, episodic_return = train(script, env_id, seed, mode, total_timesteps, folder, args.patch)
-    mode = args.patch.stem if args.patch else mode
+        step, seconds, value, episodic_return = train(script, env_id, seed, mode, folder, args)
+    mode = recorded(mode, args)
     curve = learning_curve(step, seconds, value, total_timesteps)
     name = re.sub("[/:]", "_", f"{script}__{env_id}__{total_timesteps}__{mode}.csv").replace(" ", "-")
     row = {"script": script, "env_id": env_id, "mode": mode, "seed": seed, "steps": total_timesteps}
@@ -137,16 +142,16 @@ def main(args: Args):
         if mode not in CATALOG[args.script].modes | CATALOG[args.script].peers:
             there = ", ".join(CATALOG[args.script].modes | CATALOG[args.script].peers)
             sys.exit(f"error: no mode {mode} of {args.script}; there are: {there}")
-    if args.patch and (len(args.modes) > 1 or args.modes[0] in CATALOG[args.script].peers):
-        sys.exit("error: --patch needs one mode of the script itself.")
+    if (args.patch or args.flags) and (len(args.modes) > 1 or args.modes[0] in CATALOG[args.script].peers):
+        sys.exit("error: --patch and --flags need one mode of the script itself.")
     done = {
         (r["script"], r["env_id"], r["mode"], r["seed"], r["steps"]): r["commit"]
         for r in read_csv(args.out / "returns.csv")
     }
     for mode, env_id, seed in product(args.modes, args.env_ids, args.seeds):
-        recorded = args.patch.stem if args.patch else mode
-        if commit := done.get((args.script, env_id, recorded, str(seed), str(args.total_timesteps))):
-            print(f"recorded already: {args.script} {env_id} {recorded} seed {seed}, at commit {commit}")
+        kind = recorded(mode, args)
+        if commit := done.get((args.script, env_id, kind, str(seed), str(args.total_timesteps))):
+            print(f"recorded already: {args.script} {env_id} {kind} seed {seed}, at commit {commit}")
         else:
             run(args.script, env_id, seed, mode, args)
     print((args.out / "returns.csv").read_text())

@@ -10,7 +10,7 @@ for of in "impala --update-epochs=1 --no-norm-adv --gae-lambda=1" "appo --update
   rllib=".venv-rllib/bin/python benchmark/rllib_peer.py ${of%% *} --steps {steps} --seed {seed}"
   $compare ppo_atari_ray --pairs 2 --steps 24576 --modes compile --flags="--num-minibatches=1 ${of#* }" --external "RLlib=$rllib"
 done
-for tool in phases ablate scale scans efficiency; do python benchmark/$tool.py --out benchmark/results; done
+for tool in phases ablate scale scans efficiency worlds; do python benchmark/$tool.py --out benchmark/results; done
 for tool in saving steps; do python benchmark/$tool.py; done
 
 # returns
@@ -20,6 +20,13 @@ $run ppo --env-ids CartPole-v1 Acrobot-v1 --total-timesteps 500000 --seeds $(seq
 $run ppo --env-ids LunarLander-v3 MountainCar-v0 --seeds $(seq 5)
 $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
 $run ppo_continuous_action --modes eager
+for script in ppo_continuous_action ppo_mujoco; do $run $script --env-ids HalfCheetah-v5 --seeds $(seq 5); done
+$run ppo_mujoco --env-ids HalfCheetah-v5 Hopper-v5 Walker2d-v5 --total-timesteps 5000000
+for flags in "--num-steps 24 --ent-coef 0.005 --vf-coef 1 --clip-vloss --max-grad-norm 1" \
+  "--num-minibatches 32 --update-epochs 4 --learning-rate 3e-4 --ent-coef 0.001" "--num-minibatches 8 --update-epochs 10" \
+  "--num-minibatches 4 --update-epochs 10" "--num-steps 64 --num-minibatches 8" "--learning-rate 3e-4"; do
+  $run ppo_mujoco --env-ids HalfCheetah-v5 --flags="$flags" --out benchmark/results/sweep
+done
 for script in td3 sac; do
   $run ${script}_continuous_action --total-timesteps 200000 $modes
   $run ${script}_continuous_action --seeds 1

@@ -598,7 +598,9 @@ def test_the_curve_of_a_peer_is_that_of_its_monitor(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(returns, "best_threads", lambda run: 1)
     monkeypatch.setattr(returns.subprocess, "run", lambda command, env, check: seen.append((command, env)))
-    step, seconds, value, last = returns.run_peer("dqn", "CartPole-v1", 3, "sbx", 5000, str(tmp_path), None)
+    step, seconds, value, last = returns.run_peer(
+        "dqn", "CartPole-v1", 3, "sbx", str(tmp_path), returns.Args(total_timesteps=5000)
+    )
     assert (step.tolist(), seconds.tolist(), value.tolist(), last) == ([100, 150], [2, 3], [1.5, 2.5], 2)
     ((command, env),) = seen
     assert env["OMP_NUM_THREADS"] == "1" and "eigen=false intra_op_parallelism_threads=1" in env["XLA_FLAGS"]
