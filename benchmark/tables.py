@@ -492,7 +492,6 @@ def blocks() -> dict[str, Callable[[], str]]:
     named["latency"] = latency
     named["speed"] = lambda: speed(first_of_each_script())
     named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])
-    named["speed a2c_device_env"] = lambda: speed(of_catalog(script="a2c_device_env")[:1])
     for name, value in {"impala": IMPALA, "appo": APPO}.items():
         named[f"speed {name}"] = lambda value=value: speed(tables("speed", flags=value))
     named["bf16"] = lambda: bf16("ppo_atari_envpool", "Breakout-v5", "150000")

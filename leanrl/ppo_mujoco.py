@@ -390,8 +390,8 @@ def add_moments(moments: Tensor, x: Tensor, valid: Tensor):
     """Adds the valid (T, N) of rows x (T, N, n) to their count, mean and variance (3, n) (Chan et al. 1983)."""
     weight = valid[..., None].double()
     added = weight.sum()
-    mean = (weight * x).sum((0, 1)) / added
-    variance = (weight * (x - mean) ** 2).sum((0, 1)) / added
+    mean = (weight * x).sum((0, 1)) / added.clamp(min=1)
+    variance = (weight * (x - mean) ** 2).sum((0, 1)) / added.clamp(min=1)
     count = moments[0] + added
     moved = mean - moments[1]
     variance = (moments[0] * moments[2] + added * variance + moved**2 * moments[0] * added / count) / count

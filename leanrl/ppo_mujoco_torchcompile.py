@@ -298,6 +298,42 @@ class WarpPhysics:
         return torch.cat(self.views, -1)
 
 
+# perf[physics] a step of Warp is hundreds of launches: record them once, replay them with one call
+def record(physics: WarpPhysics):
+    """Makes physics.launch() replay a graph of Warp. While PyTorch captures a graph, it launches into that one."""
+    wp = physics.wp
+    launch = physics.launch
+    launch()  # loads the kernels
+    with wp.ScopedCapture(device=physics.data.qpos.device) as capture:
+        launch()
+    captures = [capture]  # a graph needs its kernels loaded
+
+    def replay():
+        if physics.is_cuda and torch.cuda.is_current_stream_capturing():  # where CUDA allows no launch of a graph
+            with wp.ScopedCapture(stream=wp.get_stream(), external=True) as capture:
+                launch()
+            captures.append(capture)
+        else:
+            wp.capture_launch(captures[0].graph)
+
+    physics.launch = replay
+
+
+# perf[graph] the compiler takes the physics for one operation, and does not look into it
+def physics_operator(physics: HostPhysics | WarpPhysics):
+    """physics.step() as a custom operator of PyTorch; Warp's is recorded first."""
+    if isinstance(physics, WarpPhysics):
+        record(physics)
+    step_now = physics.step
+
+    def step(state: Tensor, ctrl: Tensor) -> Tensor:
+        return step_now(state, ctrl)
+
+    operator = torch.library.custom_op("leanrl::physics", step, mutates_args=())
+    operator.register_fake(lambda state, ctrl: torch.empty_like(state))
+    return operator
+
+
 def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     """Center and scale, which map -1 .. 1 to the bounds of a Box; 0 and 1 in dimensions that lack one."""
     is_bounded = (space.low > -1e30) & (space.high < 1e30)  # some envs write the largest float for no bound
@@ -358,6 +394,51 @@ class Worlds:
         return self.task.observe(self.arrays(state))
 
 
+# perf[capture] for a GPU whose driver lets PyTorch capture no launch of Warp
+class CutGraph:
+    """Calls function(*tensors) by graphs: one of PyTorch between two steps of the physics, and one of Warp for each."""
+
+    def __init__(self, function, physics: WarpPhysics, warmup: int):
+        self.function = function
+        self.physics = physics
+        self.warmup = warmup  # calls without a graph
+        self.parts = []  # what replays the graphs, in order
+
+    def __call__(self, *tensors: Tensor):
+        if self.warmup:
+            self.warmup -= 1
+            return self.function(*tensors)
+        if not self.parts:
+            self.capture(tensors)
+        for kept, tensor in zip(self.tensors, tensors):
+            kept.copy_(tensor)
+        with self.physics.on_stream():
+            for replay in self.parts:
+                replay()
+        return self.result
+
+    def capture(self, tensors: tuple[Tensor, ...]):
+        self.tensors = [tensor.clone() for tensor in tensors]
+        pool = torch.cuda.graph_pool_handle()  # the graphs share memory
+        launch = self.physics.launch
+        with ExitStack() as open_graph:
+
+            def begin():
+                graph = torch.cuda.CUDAGraph()
+                open_graph.enter_context(torch.cuda.graph(graph, pool=pool))
+                self.parts.append(graph.replay)
+
+            def cut():
+                open_graph.close()
+                self.parts.append(launch)
+                begin()
+
+            self.physics.launch = cut
+            begin()
+            self.result = self.function(*self.tensors)
+        self.physics.launch = launch
+
+
 def step_worlds(env: Worlds, worlds: dict[str, Tensor], action: Tensor, uniform: Tensor):
     """Steps N worlds: returns what they are then, their rewards (N,), which episodes terminated, and which steps count.
 
@@ -401,8 +482,8 @@ def add_moments(moments: Tensor, x: Tensor, valid: Tensor):
     """Adds the valid (T, N) of rows x (T, N, n) to their count, mean and variance (3, n) (Chan et al. 1983)."""
     weight = valid[..., None].double()
     added = weight.sum()
-    mean = (weight * x).sum((0, 1)) / added
-    variance = (weight * (x - mean) ** 2).sum((0, 1)) / added
+    mean = (weight * x).sum((0, 1)) / added.clamp(min=1)
+    variance = (weight * (x - mean) ** 2).sum((0, 1)) / added.clamp(min=1)
     count = moments[0] + added
     moved = mean - moments[1]
     variance = (moments[0] * moments[2] + added * variance + moved**2 * moments[0] * added / count) / count
@@ -554,87 +635,6 @@ def adam_state(params) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Both moments of each parameter, and the number of steps, which is counted on the device."""
     exp_avgs = [torch.zeros_like(param) for param in params]
     return exp_avgs, [x.clone() for x in exp_avgs], torch.zeros((), dtype=torch.long, device=exp_avgs[0].device)
-
-
-# perf[physics] a step of Warp is hundreds of launches: record them once, replay them with one call
-def record(physics: WarpPhysics):
-    """Makes physics.launch() replay a graph of Warp. While PyTorch captures a graph, it launches into that one."""
-    wp = physics.wp
-    launch = physics.launch
-    launch()  # loads the kernels
-    with wp.ScopedCapture(device=physics.data.qpos.device) as capture:
-        launch()
-    captures = [capture]  # a graph needs its kernels loaded
-
-    def replay():
-        if physics.is_cuda and torch.cuda.is_current_stream_capturing():  # where CUDA allows no launch of a graph
-            with wp.ScopedCapture(stream=wp.get_stream(), external=True) as capture:
-                launch()
-            captures.append(capture)
-        else:
-            wp.capture_launch(captures[0].graph)
-
-    physics.launch = replay
-
-
-# perf[capture] for a GPU whose driver lets PyTorch capture no launch of Warp
-class CutGraph:
-    """Calls function(*tensors) by graphs: one of PyTorch between two steps of the physics, and one of Warp for each."""
-
-    def __init__(self, function, physics: WarpPhysics, warmup: int):
-        self.function = function
-        self.physics = physics
-        self.warmup = warmup  # calls without a graph
-        self.parts = []  # what replays the graphs, in order
-
-    def __call__(self, *tensors: Tensor):
-        if self.warmup:
-            self.warmup -= 1
-            return self.function(*tensors)
-        if not self.parts:
-            self.capture(tensors)
-        for kept, tensor in zip(self.tensors, tensors):
-            kept.copy_(tensor)
-        with self.physics.on_stream():
-            for replay in self.parts:
-                replay()
-        return self.result
-
-    def capture(self, tensors: tuple[Tensor, ...]):
-        self.tensors = [tensor.clone() for tensor in tensors]
-        pool = torch.cuda.graph_pool_handle()  # the graphs share memory
-        launch = self.physics.launch
-        with ExitStack() as open_graph:
-
-            def begin():
-                graph = torch.cuda.CUDAGraph()
-                open_graph.enter_context(torch.cuda.graph(graph, pool=pool))
-                self.parts.append(graph.replay)
-
-            def cut():
-                open_graph.close()
-                self.parts.append(launch)
-                begin()
-
-            self.physics.launch = cut
-            begin()
-            self.result = self.function(*self.tensors)
-        self.physics.launch = launch
-
-
-# perf[graph] the compiler takes the physics for one operation, and does not look into it
-def physics_operator(physics: HostPhysics | WarpPhysics):
-    """physics.step() as a custom operator of PyTorch; Warp's is recorded first."""
-    if isinstance(physics, WarpPhysics):
-        record(physics)
-    step_now = physics.step
-
-    def step(state: Tensor, ctrl: Tensor) -> Tensor:
-        return step_now(state, ctrl)
-
-    operator = torch.library.custom_op("leanrl::physics", step, mutates_args=())
-    operator.register_fake(lambda state, ctrl: torch.empty_like(state))
-    return operator
 
 
 def train(args: Args, signals: list[int] = ()) -> dict[str, float]:

@@ -386,7 +386,7 @@ def test_the_proof_sees_a_planted_fault(monkeypatch, fault):
 
 
 def names_of_the_page() -> dict:
-    """What the code of the pages defines. One of the blocks is a proof, which runs here."""
+    """What the code of the pages defines."""
     root = Path(__file__).parent.parent
     page = (root / "docs" / "device.md").read_text() + (root / "benchmark" / "notebook.md").read_text()
     names = {}
