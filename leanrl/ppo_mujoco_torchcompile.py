@@ -744,7 +744,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         step, prepare, update = (torch.compile(f, fullgraph=True) for f in (step, prepare, update))
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
-        iterate = CutGraph(iterate, env.physics, 3) if args.cut_graph else CudaGraphModule(iterate, warmup=3)
+        iterate = CudaGraphModule(iterate, warmup=3) if not args.cut_graph else CutGraph(iterate, env.physics, 3)
 
     global_step = first_iteration * batch_size
     progress = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", desc=args.exp_name)
