@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import local_ray
 import pytest
 import torch.utils.tensorboard
-from conftest import DISCRETE, MUJOCO, RAY, ROOT, SCRIPTS, load
+from conftest import ATARI, DISCRETE, MUJOCO, RAY, ROOT, SCRIPTS, load
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -107,7 +107,14 @@ class Silent(SimpleNamespace):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Gymnasium's advice to name a version
-@pytest.mark.parametrize("name", [name for name in SCRIPTS + RAY if not name.endswith("_torchcompile")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ATARI))  # whose flags are those of ppo_atari_ray
+        for name in SCRIPTS + RAY
+        if not name.endswith("_torchcompile")
+    ],
+)
 def test_any_command_line_trains_or_is_refused_with_a_sentence(name, monkeypatch):
     load(name)  # while the module that other tests get, too, finds the real SummaryWriter
     monkeypatch.setattr(torch.utils.tensorboard, "SummaryWriter", Silent)

@@ -14,14 +14,8 @@ MODES = {
 }
 GATES = [name for name in CATALOG if CATALOG[name].gate]
 # which learn much as another does, or as the robot of test_mujoco.py, or find the best action in test_faults.py
-LONG = (
-    "sac_continuous_action",
-    "td3_continuous_action",
-    "a2c_device_env",
-    "ppo_atari_envpool",
-    "ppo_lru",
-    "ppo_mujoco",
-)
+LONG = ("sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool", "ppo_lru")
+LONG += ("a2c_device_env", "ppo_device_env", "ppo_mujoco")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import pytest
 import torch
 import tyro
 from catalog import CATALOG
-from conftest import MEMORY, ROOT, tiny, train
+from conftest import ATARI, MEMORY, ROOT, tiny, train
 from torch import nn
 
 KINDS = ("ppo_continuous_action", "sac_continuous_action", "dqn", "ppo_lru", "ppo_device_env", "ppo_atari_envpool")
@@ -100,7 +100,7 @@ def played(path: Path, *flags) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.long] * (x in ATARI)) for x in GAMES])
 def test_a_policy_plays_in_a_new_process_as_here(monkeypatch, name, own_folder):
     """Of a script of each kind, after a run of moments: the same seed gives the same returns, another gives others."""
     sizes = {"num_steps": 128, "total_timesteps": 256} if "ppo" in name else {"total_timesteps": 200}

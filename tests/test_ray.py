@@ -302,7 +302,8 @@ def test_every_mode_learns_the_same(monkeypatch, local, eager, device, flags):
     assert moved > 0 and distance(plain.parameters, fast.parameters) < 0.05 * moved
 
 
-@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("lag", [1, 2])
 def test_a_lag_costs_no_reproducibility(monkeypatch, local, quadrants, lag, name=ATARI[1]):
     """Not between runs and, but for rounding, not between one worker and two; a rollout is `lag` updates behind."""
     torch.set_default_dtype(torch.float64)
