@@ -423,20 +423,6 @@ def returns(only: str | None = None) -> str:
     return markdown(columns, return_rows())
 
 
-def sweep(script: str) -> str:
-    """Returns with other flags than the defaults."""
-    groups = defaultdict(list)
-    for run in read_csv(RESULTS / "sweep" / "returns.csv"):
-        if run["script"] == script:
-            groups[run["env_id"], run["steps"], run["mode"]].append(float(run["episodic_return"]))
-    rows = []
-    for (env_id, steps, mode), returns in groups.items():
-        flags = "defaults" if mode in CATALOG[script].modes else f"`{mode}`"
-        shown = mean_std(fmean(returns), float(np.std(returns, ddof=1)) if len(returns) > 1 else None)
-        rows.append((env_id, f"{int(steps):,}", flags, str(len(returns)), shown))
-    return markdown(["environment", "steps", "flags", "seeds", "return"], rows)
-
-
 def bf16(script: str, env_id: str, steps: str) -> str:
     """Returns without and with --bf16, and their difference with a 95 % bootstrap interval."""
     modes, rng = ("compile", "compile+bf16"), np.random.default_rng(0)
@@ -499,7 +485,6 @@ def blocks() -> dict[str, Callable[[], str]]:
         named[f"bf16 {name}"] = lambda name=name: bf16(f"{name}_continuous_action", "HalfCheetah-v4", "200000")
     for script in CATALOG:
         named[f"returns {script}"] = lambda script=script: returns(script)
-    named["sweep ppo_mujoco"] = lambda: sweep("ppo_mujoco")
     for tag in re.findall(r"<!-- gain (\w+) -->", (ROOT / "docs" / "performance.md").read_text()):
         named[f"gain {tag}"] = lambda tag=tag: gain(tag)
     return named
