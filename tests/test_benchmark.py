@@ -17,6 +17,7 @@ import gymnasium as gym
 import local_ray
 import measure
 import numpy as np
+import peers
 import phases
 import plot
 import probes
@@ -622,6 +623,22 @@ def test_a_table_replaces_one_of_the_same_settings(tmp_path):
         for table in (old, old | {"rows": [2]}, elsewhere, one_thread):
             path = results.keep(tmp_path, kind, table)
         assert json.loads(path.read_text()) == kept
+
+
+def test_envpool_resets_in_the_step_that_ends_an_episode():
+    """As Stable-Baselines3 expects it; of a Hopper that falls."""
+    pytest.importorskip("stable_baselines3", reason="the peers are not installed")
+    envs, rng, ends = peers.envpool_envs("Hopper-v5", 4, 1), np.random.default_rng(0), 0
+    envs.reset()
+    for _ in range(60):
+        obs, _, done, infos = envs.step(rng.uniform(-1, 1, (4, 3)))
+        for i in range(4):
+            assert done[i] == ("terminal_observation" in infos[i]) == (abs(obs[i] - [1.25, *[0] * 10]) < 0.006).all()
+            if done[i]:  # it leans too far, or is too low
+                height, angle = infos[i]["terminal_observation"][:2]
+                assert (abs(angle) >= 0.2 or height <= 0.7) and not infos[i]["TimeLimit.truncated"]
+        ends += done.sum()
+    assert ends > 5
 
 
 def test_the_documents_show_the_results_and_all_of_them():
