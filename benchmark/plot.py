@@ -15,7 +15,7 @@ from statistics import fmean
 
 import numpy as np
 from catalog import CATALOG
-from results import RESULTS, ROOT, read_csv, tables
+from results import RESULTS, ROOT, read_csv
 from tables import blocks, is_ours, minutes, ppo_rows, where
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "benchmark" / "notebook.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -134,27 +134,6 @@ def cheetahs(path: Path):
         figure.suptitle("HalfCheetah-v5 on a CPU, compiled", fontsize=9)
 
 
-def growth(table: dict, path: Path):
-    """A column for each size of a script: steps/s, memory and cold start of the plain file and the compiled twin."""
-    columns = list(dict.fromkeys(row["what"] for row in table["rows"]))
-    with picture(path, 3, len(columns), (2.4 * len(columns), 6), sharey="row") as (figure, panels):
-        for x, what in enumerate(columns):
-            rows = [row for row in table["rows"] if row["what"] == what]
-            values = [row["value"] for row in rows]
-            for mode, color in (("eager", PLAIN), ("compile", OURS)):
-                shown = [[row[mode]["sps"][0] for row in rows], [row[mode]["host_mb"] for row in rows]]
-                shown.append([max(row[mode]["startup_seconds"], 0) for row in rows])
-                for panel, heights in zip(panels[:, x], shown):
-                    panel.plot(values, heights, "o-", color=color, label=mode, ms=3)
-                    panel.set_xscale("log", base=10 if what == "buffer_size" else 2)
-            panels[0, x].set_title(what, fontsize=9)
-            panels[0, x].set_yscale("log")
-        for panel, label in zip(panels[:, 0], ("env steps/s", "host memory, MB", "cold start, s")):
-            panel.set_ylabel(label, fontsize=8)
-        panels[0, 0].legend(fontsize=7, frameon=False)
-        figure.suptitle(f"{table['script']}, {table['env_id']} ({where(table, 'date', 'commit')})", fontsize=9)
-
-
 def filled(text: str) -> str:
     """A document with all of its blocks made anew."""
     for name, block in blocks().items():
@@ -174,8 +153,6 @@ def main(check: bool):
         curves(script, RESULTS / f"returns_{script}.png")
     duration(RESULTS / "minutes.png")
     cheetahs(RESULTS / "cheetahs.png")
-    for table in tables("scale"):
-        growth(table, RESULTS / f"scale_{table['script']}.png")
     print(f"updated: {names or 'nothing'}; drew the pictures")
 
 

@@ -25,7 +25,6 @@ import pytest
 import results
 import returns
 import runs
-import scale
 import tables
 import torch
 import torch.distributed as dist
@@ -545,30 +544,6 @@ def test_the_phases_of_a_run_add_up():
     row = phases.measure_phases(Run("dqn", "eager", 1_000_000, "CartPole-v1", 1, seconds=0.5))
     assert sum(row[phase] for phase in tables.PHASES) == pytest.approx(row["microseconds"])
     assert row["learn"] > 0 and 0 < row["simulator"] < row["step and store"]
-
-
-def test_sizes_reach_the_scripts_and_are_drawn(monkeypatch, tmp_path):
-    """Each value of a size is run in both modes, by flags or in the source, and drawn."""
-    seen = []
-
-    def spied(*turn):
-        for run in turn:
-            file = f"{run.script}{CATALOG[run.script].modes[run.mode][0]}.py"
-            seen.append(((run.folder / file).read_text(), run.flags, run.threads))
-        return [RESULT | {"host_mb": 300.0}] * len(turn)
-
-    monkeypatch.setattr(scale, "take_turns", spied)
-    for script in scale.SIZES:
-        scale.main(scale.Args((script,), out=tmp_path))
-    table, _ = json.loads((tmp_path / "scale.json").read_text())
-    plot.growth(table, tmp_path / "growth.png")
-    assert (tmp_path / "growth.png").stat().st_size > 5000
-    assert {(row["what"], row["value"]) for row in table["rows"]} >= {("width", 1024), ("num_envs", 64)}
-    assert sum("nn.Linear(1024, 1024)" in source for source, *_ in seen) == 4  # both scripts, both modes
-    full = [source for source, flags, _ in seen if "--buffer-size" in flags]
-    assert len(full) == 6 and all(".fill_(1)\n" in source and "clamp(max=len(ring)" not in source for source in full)
-    assert sorted(threads for *_, threads in seen if threads) == [1] * 4 + [2] * 4
-    assert {flags for _, flags, _ in seen} >= {("--num-envs", "64", "--num-steps", "32"), ("--num-envs", "4")}
 
 
 def test_runs_of_other_lengths_have_curves_of_their_own(monkeypatch, own_folder):
