@@ -8,7 +8,7 @@ compare="python benchmark/compare.py --out benchmark/results"
 $compare
 for of in "impala --update-epochs=1 --no-norm-adv --gae-lambda=1" "appo --update-epochs=2"; do # as many passes as RLlib makes
   rllib=".venv-rllib/bin/python benchmark/rllib_peer.py ${of%% *} --steps {steps} --seed {seed}"
-  $compare ppo_atari_ray --pairs 2 --steps 24576 --modes compile --flags="--num-minibatches=1 ${of#* }" --external "RLlib=$rllib"
+  $compare ppo_atari_ray --pairs 2 --steps 49152 --modes compile --flags="--num-minibatches=1 ${of#* }" --external "RLlib=$rllib"
 done
 for tool in phases ablate scans efficiency worlds; do python benchmark/$tool.py --out benchmark/results; done
 for tool in saving steps; do python benchmark/$tool.py; done
