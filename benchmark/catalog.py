@@ -236,6 +236,21 @@ CATALOG = {
         on_device=True,
         modes=MODES | JAX,
     ),
+    "pqn_device_env": Script(
+        env_id="CartPole-v1",
+        steps=3_276_800,
+        requirements="",
+        policy="LayerNormQNetwork",
+        losses="td_loss q_values",
+        tiny={"env_id": "CartPole-v1", "num_envs": 4, "num_steps": 32, "total_timesteps": 1024},
+        saving={"num_steps": 16, "total_timesteps": 16 * 30 * 2, "checkpoint_interval": 320},
+        # an episode pays 500 at most, and 22 with random actions
+        gate=({"num_envs": 32, "total_timesteps": 200_000}, 60, 150),
+        adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
+        graphs=3,  # a step of all envs, the preparation of a rollout, an update
+        on_device=True,
+        modes=MODES | JAX,
+    ),
     "ppo_mujoco": Script(
         env_id="HalfCheetah-v5",
         steps=409_600,

@@ -1,6 +1,6 @@
 """Measures env steps a second by who steps the simulators: a script's loop, its --async-envs, EnvPool, workers on Ray.
 
-    python benchmark/processes.py --milliseconds 0.1 1 10 --envs 1 2 8
+    python benchmark/processes.py --milliseconds 0.1 1 10 --envs 1 8
 
 A simulator is HalfCheetah with as many frames a step as take that long, or an env that sleeps, as it would on a core of
 its own. EnvPool has HalfCheetah only. No policy acts, but on Ray, whose workers make rollouts of up to 128 steps. Cells
@@ -33,7 +33,7 @@ SIMULATORS = ("HalfCheetah", "asleep")
 @dataclass
 class Args:
     milliseconds: tuple[float, ...] = (0.1, 1, 10)  # times that a step takes
-    envs: tuple[int, ...] = (1, 2, 8)  # numbers of envs
+    envs: tuple[int, ...] = (1, 8)  # numbers of envs
     simulators: tuple[str, ...] = SIMULATORS  # what a step does
     turns: int = 3  # how often each cell is measured
     out: Path = RUNS  # where the table goes

@@ -43,6 +43,8 @@ slices="dqn_lru --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 no_velocity:
 for patch in "" "--patch benchmark/ablations/dqn_lru/no-memory.patch"; do $run $slices $patch; done
 $run ppo_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
 $run ppo_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
+$run pqn_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
+$run pqn_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
 $run a2c_device_env --env-ids CartPole-v1 --total-timesteps 5000000 --seeds $(seq 5) $jax
 $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
 for steps in 1000000 2500000; do $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps $steps $modes; done

@@ -471,7 +471,7 @@ def fail(message: str):
 
 def check_numbers(args: Args):
     """Refuses numbers that are negative or NaN, counts of zero, and shares above 1."""
-    shares = ("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction")
+    shares = ("gamma", "gae_lambda", "tau", "q_lambda", "start_e", "end_e", "exploration_fraction")
     may_be_zero = ("seed", "learning_starts", "checkpoint_interval", "lag")
     for name, value in vars(args).items():
         least = 1 if type(value) is int and name not in may_be_zero else 0

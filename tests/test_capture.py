@@ -81,6 +81,7 @@ CASES = [  # twin, flags, launches and waits per env step at most; a replay coun
     ("dqn_lru_torchcompile", {}, 3.4, 2.4),
     ("ppo_device_env_torchcompile", {}, 0.7, 0.15),  # most launches and all waits are those of a report
     ("a2c_device_env_torchcompile", {}, 0.6, 0.15),
+    ("pqn_device_env_torchcompile", {}, 0.35, 0.15),
     ("ppo_mujoco_torchcompile", {"physics": "warp"}, 0.7, 0.15),
     ("ppo_mujoco_torchcompile", {"physics": "warp", "cut_graph": True}, 2.9, 0.15),  # and those of the springs
     ("ppo_lru_torchcompile", {}, 2.0, 0.75),

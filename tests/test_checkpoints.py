@@ -104,7 +104,7 @@ def same_run(whole: SimpleNamespace, resumed: SimpleNamespace):
 
 COMPILED = [(twin, {"num_steps": 4} if "ppo_rnn" in twin else {}) for _, twin in TWINS]
 # Two have their kernels made in every run of the tests: g++ takes a second for each kernel. The others' are `long`.
-SOON = ("ppo_continuous_action_torchcompile", "ppo_device_env_torchcompile")
+SOON = ("dqn_torchcompile", "ppo_device_env_torchcompile")
 INDUCTOR = [pytest.param(*case, marks=[pytest.mark.long] * (case[0] not in SOON)) for case in COMPILED]
 
 

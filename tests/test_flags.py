@@ -20,6 +20,7 @@ COUNTERPARTS = {
     "ppo_device_env": "ppo_atari_envpool",
     "a2c_device_env": "ppo_atari_envpool",
     "ppo_mujoco": "ppo_continuous_action",
+    "pqn_device_env": "pqn",
 }  # of CleanRL's, where its name is another
 OF_MEMORY = {"env_id": "popgym:popgym-RepeatPreviousEasy-v0", "total_timesteps": 500_000, "learning_rate": 1e-3}
 OF_MEMORY |= {"num_envs": 32, "clip_coef": 0.2}
@@ -37,6 +38,8 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     | {"num_steps": 8, "norm_adv": False, "ent_coef": 0.0},
     "ppo_mujoco": {"env_id": "HalfCheetah-v5", "total_timesteps": 20_000_000, "learning_rate": 1e-3, "num_envs": None}
     | {"num_steps": 32, "num_minibatches": 4, "update_epochs": 5, "clip_vloss": False},
+    "pqn_device_env": {"total_timesteps": 2_000_000, "learning_rate": 1e-3, "num_envs": 128, "num_steps": 32}
+    | {"update_epochs": 2, "exploration_fraction": 0.2},
     "dqn_lru": {"env_id": "popgym:popgym-PositionOnlyCartPoleEasy-v0", "total_timesteps": 300_000, "num_envs": 8}
     | {"learning_rate": 1e-3, "buffer_size": 100_000, "batch_size": 32, "train_frequency": 40},
 }

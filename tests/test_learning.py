@@ -15,7 +15,7 @@ MODES = {
 GATES = [name for name in CATALOG if CATALOG[name].gate]
 # which learn much as another does, or as the robot of test_mujoco.py, or find the best action in test_faults.py
 LONG = ("sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool", "ppo_lru")
-LONG += ("a2c_device_env", "ppo_device_env", "ppo_mujoco")
+LONG += ("a2c_device_env", "ppo_device_env", "ppo_mujoco", "pqn_device_env")
 
 
 @pytest.mark.slow
