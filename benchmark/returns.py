@@ -36,6 +36,7 @@ FLAGS = {  # of a script in an env for which its defaults, chosen for another, a
     ("ppo", "MountainCar-v0"): f"{CAR} --gae-lambda 0.98",
     ("ppo_atari_ray", "Pong-v5"): "--envs-per-worker 4 --num-steps 128",  # the batches of ppo_atari_envpool
     ("ppo_device_env", "MinAtar/Breakout-v1"): "--num-envs 64 --num-steps 128 --num-minibatches 8 --learning-rate 5e-3",
+    ("ppo_mujoco", "Hopper-v5"): "--num-minibatches 16 --learning-rate 3e-4",
     ("pqn_device_env", "MinAtar/Breakout-v1"): "--num-minibatches 32 --learning-rate 5e-4 --exploration-fraction 0.1",
 }
 

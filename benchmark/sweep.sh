@@ -23,8 +23,8 @@ $run ppo_continuous_action --modes eager
 for script in ppo_continuous_action ppo_mujoco; do $run $script --env-ids HalfCheetah-v5 --seeds $(seq 5); done
 $run ppo_mujoco --env-ids HalfCheetah-v5 Hopper-v5 Walker2d-v5 --total-timesteps 5000000
 for flags in "--num-steps 24 --ent-coef 0.005 --vf-coef 1 --clip-vloss --max-grad-norm 1" \
-  "--num-minibatches 32 --update-epochs 4 --learning-rate 3e-4 --ent-coef 0.001" "--num-minibatches 8 --update-epochs 10" \
-  "--num-minibatches 4 --update-epochs 10" "--num-steps 64 --num-minibatches 8" "--learning-rate 3e-4"; do
+  "--num-minibatches 32 --update-epochs 4 --learning-rate 3e-4 --ent-coef 0.001" "--update-epochs 10" \
+  "--num-minibatches 16 --learning-rate 3e-4"; do
   $run ppo_mujoco --env-ids HalfCheetah-v5 --flags="$flags" --out benchmark/results/sweep
 done
 for script in td3 sac; do
