@@ -423,6 +423,20 @@ def returns(only: str | None = None) -> str:
     return markdown(columns, return_rows())
 
 
+def sweep(script: str) -> str:
+    """Returns with other flags than the published ones."""
+    groups = defaultdict(dict)
+    for run in read_csv(RESULTS / "sweep" / "returns.csv"):
+        if run["script"] == script:
+            groups[run["env_id"], run["steps"], run["mode"]][run["seed"]] = float(run["episodic_return"])
+    rows = []
+    for (env_id, steps, mode), returns in groups.items():
+        flags = "defaults" if mode in CATALOG[script].modes else f"`{mode}`"
+        of_each = ", ".join(f"{value:,.0f}" for value in returns.values())
+        rows.append((env_id, f"{int(steps):,}", flags, " ".join(returns), of_each))
+    return markdown(["environment", "steps", "flags", "seeds", "return of each"], rows)
+
+
 def bf16(script: str, env_id: str, steps: str) -> str:
     """Returns without and with --bf16, and their difference with a 95 % bootstrap interval."""
     modes, rng = ("compile", "compile+bf16"), np.random.default_rng(0)
@@ -485,6 +499,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         named[f"bf16 {name}"] = lambda name=name: bf16(f"{name}_continuous_action", "HalfCheetah-v4", "200000")
     for script in CATALOG:
         named[f"returns {script}"] = lambda script=script: returns(script)
+    named["sweep ppo_mujoco"] = lambda: sweep("ppo_mujoco")
     for tag in re.findall(r"<!-- gain (\w+) -->", (ROOT / "docs" / "performance.md").read_text()):
         named[f"gain {tag}"] = lambda tag=tag: gain(tag)
     return named
