@@ -1,6 +1,6 @@
 """Makes a small GIF of a film that play.py has made: results/film.gif, its first four seconds.
 
-./run.sh train ppo_continuous_action_torchcompile --compile --env-id Walker2d-v4
+./run.sh train ppo_mujoco_torchcompile --compile --env-id Walker2d-v5 --total-timesteps 3000000
 ./run.sh play runs/.../policy.pt2 --video --env-kwargs '{"camera_name": "track"}'
 python benchmark/film.py runs/.../videos/seed1-episode-0.mp4
 """
