@@ -235,7 +235,7 @@ def gain(tag: str) -> str:
             ratio, low, high = row["ratio"]
             if not row["variant"].startswith(f"without perf[{tag}]"):
                 continue
-            if low <= 1 <= high:
+            if low <= 1 <= high or low == high:  # a single run has no interval
                 unclear.append(table["script"])
             else:
                 (gains if ratio < 1 else losses).append(f"{1 / ratio:.2f} x ({table['script']})")
