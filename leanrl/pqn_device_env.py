@@ -291,6 +291,14 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         row = {"obs": obs, "action": action, "value": q.amax(-1), "valid": valid.float()}
         return envs, row | {"reward": reward, "terminated": terminated.float(), "done": envs["done"].float()}
 
+    def play(envs: dict, epsilon: Tensor, uniform: Tensor) -> tuple[dict, dict]:
+        """As many steps as uniform (t, N, ..) has rows; returns the envs and the rows, (t, N, ..) of each name."""
+        rows = []
+        for numbers in uniform.unbind():
+            envs, row = step(envs, epsilon, numbers)
+            rows.append(row)
+        return envs, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
     def prepare(rollout: dict, last_obs: Tensor) -> dict[str, Tensor]:
         """What the updates need of a rollout, (T, N, ..) of each name: its rows, (B, ..) of each.
 
@@ -312,20 +320,20 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         optimizer.step()
         return losses
 
+    def learn(batch: dict, minibatches: Tensor) -> Tensor:
+        """An update on each of minibatches (k, B / num_minibatches); returns what to log of the last one."""
+        for idx in minibatches.unbind():
+            losses = update(batch, idx)
+        return losses
+
     epsilon = torch.zeros((), device=device)  # share of random actions
 
     def iterate(envs: dict, uniform: Tensor, permutations: Tensor) -> tuple[dict, Tensor]:
         """A rollout and all updates on it; the host reads nothing."""
-        rows = []
         with torch.no_grad():
-            for t in range(T):
-                envs, row = step(envs, epsilon, uniform[t])
-                rows.append(row)
-            rollout = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+            envs, rollout = play(envs, epsilon, uniform)
             batch = prepare(rollout, env.observation(envs["state"]))
-        for permutation in permutations:
-            for idx in permutation.split(minibatch_size):
-                losses = update(batch, idx)
+        losses = learn(batch, permutations.view(-1, minibatch_size))
         return envs, losses
 
     global_step = first_iteration * batch_size
