@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-REPORT_EVERY = 100  # steps of all worlds between two reports, in which the host waits for the device
+REPORT_STEPS = 100  # steps of all worlds between two reports, in which the host waits for the device
 ASSETS = Path(gym.__file__).parent / "envs/mujoco/assets"  # Gymnasium's models
 
 
@@ -68,8 +68,8 @@ class Args:
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # how far the target networks move towards the trained ones at each update of the actor
     num_atoms: int = 101  # values that the critics' distributions are made of
-    v_min: float = -250.0  # least of these values, of a discounted return
-    v_max: float = 1250.0  # largest of these values
+    v_min: float = -1000.0  # least of these values, of a discounted return
+    v_max: float = 1000.0  # largest of these values
     policy_noise: float = 0.2  # std of noise on the target's actions, relative to half the action range
     noise_clip: float = 0.5  # largest noise on the target's actions, relative to half the action range
     std_min: float = 0.001  # std of noise on the actions of the last world, relative to half the action range
@@ -583,6 +583,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     critics_optimizer = torch.optim.AdamW(critics.parameters(), **settings)
     networks = nn.ModuleList([actor, critics, actor_target, critics_target])
     optimizers = [actor_optimizer, critics_optimizer]
+    parameters = list(networks.parameters())
     support = torch.linspace(args.v_min, args.v_max, args.num_atoms, device=device)  # (M,), the atoms
     std = torch.linspace(args.std_max, args.std_min, N, device=device)[:, None]  # of each world's noise
     obs_moments = torch.zeros(3, obs_dim, dtype=torch.float64, device=device)
@@ -602,37 +603,41 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         ring[: len(saved["replay"])] = saved["replay"]
         random.set_rng_state(saved["rng_state"])
 
-    def advance(worlds: dict, action: Tensor, newest: int) -> dict:
-        """Steps all worlds and puts the row of time `newest` into the ring; returns what the worlds are then."""
+    def advance(action: Tensor) -> Tensor:
+        """Steps all worlds; returns the row of the ring that holds the step."""
         obs = env.observation(worlds["state"])
         uniform = torch.rand(N, env.num_uniforms, device=device)
-        worlds, reward, terminated, valid = step_worlds(env, worlds, action, uniform)
+        now, reward, terminated, valid = step_worlds(env, worlds, action, uniform)
+        for name, x in now.items():
+            worlds[name].copy_(x)
         add_moments(obs_moments, obs[None], valid[None])
         outcome = torch.stack([reward, terminated.float(), valid.float()], -1)
-        ring[newest % len(ring)] = torch.cat([env.observation(worlds["state"]).float(), action, outcome], -1)
-        return worlds
+        return torch.cat([env.observation(now["state"]).float(), action, outcome], -1)
 
-    def act(worlds: dict) -> Tensor:
+    def explore() -> Tensor:
+        return advance(2 * torch.rand(N, act_dim, device=device) - 1)
+
+    def act() -> Tensor:
         action = actor(normalize(obs_moments, env.observation(worlds["state"])))
-        return (action + std * torch.randn_like(action)).clamp(-1, 1)
+        return advance((action + std * torch.randn_like(action)).clamp(-1, 1))
 
-    def update(newest: int, learns_actor: bool) -> dict[str, Tensor]:
+    def learn_critics(newest: int) -> tuple[dict, dict]:
         starts = min(newest, len(ring) - 1) - (args.num_steps - 1)
         batch = sample_n_steps(ring, newest, starts, obs_dim, args)
         batch |= {name: normalize(obs_moments, batch[name]) for name in ("obs", "next_obs")}
-        losses = learn_distributions(batch, actor_target, critics, critics_target, critics_optimizer, support, args)
-        if learns_actor:
-            networks_of_actor = (actor, actor_target, critics, critics_target)
-            losses |= learn_mean_actor(batch, *networks_of_actor, actor_optimizer, support, args)
-        return losses
+        networks = (actor_target, critics, critics_target)
+        return learn_distributions(batch, *networks, critics_optimizer, support, args), batch
 
-    def iterate(worlds: dict, newest: int) -> tuple[dict, dict]:
+    def iterate(newest: int) -> dict[str, Tensor]:
         """A step of all worlds and the updates after it; the host reads nothing."""
         with torch.no_grad():
-            worlds = advance(worlds, act(worlds), newest)
-        for number in range(1, args.num_updates + 1):
-            losses = update(newest, learns_actor=number % args.policy_frequency == 0)
-        return worlds, losses
+            ring[newest % len(ring)] = act()
+        for update in range(1, args.num_updates + 1):
+            losses, batch = learn_critics(newest)
+            if update % args.policy_frequency == 0:
+                networks = (actor, actor_target, critics, critics_target)
+                losses |= learn_mean_actor(batch, *networks, actor_optimizer, support, args)
+        return losses
 
     losses = {}
     progress = tqdm(total=total_steps * N, initial=first_step * N, unit="step", desc=args.exp_name)
@@ -640,19 +645,19 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     interval = args.checkpoint_interval or math.inf
     for step in range(first_step, total_steps):
         if step < random_steps:
-            worlds = advance(worlds, 2 * torch.rand(N, act_dim, device=device) - 1, step + 1)
+            ring[(step + 1) % len(ring)] = explore()
         else:
-            worlds, losses = iterate(worlds, step + 1)
+            losses = iterate(step + 1)
         global_step = (step + 1) * N
 
         # report and save
-        if (step + 1) % REPORT_EVERY and step + 1 < total_steps and not signals:
+        if (step + 1) % REPORT_STEPS and step + 1 < total_steps and not signals:
             continue
         ended = ~worlds["last_return"].isnan()
         last_returns = worlds["last_return"][ended].tolist()
         if args.physics == "warp" and env.physics.overflow.any():
             sys.exit("\nerror: Warp had no room for all contacts; raise --nconmax and --njmax.")
-        metrics = report(losses, networks.parameters(), last_returns, global_step, clock, writer, progress)
+        metrics = report(losses, parameters, last_returns, global_step, clock, writer, progress)
         writer.add_scalar("charts/broken_worlds", worlds["broken"].sum(), global_step)
         if last_returns:
             writer.add_scalar("charts/episodic_return", metrics["episodic_return"], global_step)
