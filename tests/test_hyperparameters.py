@@ -11,19 +11,21 @@ EAGER = [name for name in CATALOG if CATALOG[name].adam]
 @pytest.mark.parametrize("name", EAGER)
 def test_optimizers_have_the_rates_that_the_flags_say(monkeypatch, name):
     flags, rates, eps = CATALOG[name].adam
+    decay = getattr(load(name).Args, "weight_decay", 0)
     seen = {}
 
-    class SpiedAdam(torch.optim.Adam):
-        def step(self):
-            (group,) = self.param_groups
-            seen.setdefault(id(self), (group["lr"], group["eps"], group["betas"], group["weight_decay"]))
-            super().step()
+    original = torch.optim.Adam.step
 
-    monkeypatch.setattr(torch.optim, "Adam", SpiedAdam)
+    def step(self):
+        (group,) = self.param_groups
+        seen.setdefault(id(self), (group["lr"], group["eps"], group["betas"], group["weight_decay"]))
+        original(self)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", step)  # which AdamW inherits
     if name in ATARI:
         monkeypatch.setattr(load(name), "make_envs", ScriptedPool)
     train(monkeypatch, name, **tiny(name) | {"total_timesteps": 1024, "num_envs": 1} | flags)
-    assert list(seen.values()) == [(rate, eps, (0.9, 0.999), 0) for rate in rates]
+    assert list(seen.values()) == [(rate, eps, (0.9, 0.999), decay) for rate in rates]
 
 
 ANNEALED = ["ppo_continuous_action", "ppo_lru", "ppo_device_env", "a2c_device_env", "ppo_atari_envpool"]
