@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-REPORT_STEPS = 100  # steps of all worlds between two reports, in which the host waits for the device
+REPORT_EVERY = 100  # steps of all worlds between two reports, in which the host waits for the device
 ASSETS = Path(gym.__file__).parent / "envs/mujoco/assets"  # Gymnasium's models
 
 
@@ -651,7 +651,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         global_step = (step + 1) * N
 
         # report and save
-        if (step + 1) % REPORT_STEPS and step + 1 < total_steps and not signals:
+        if (step + 1) % REPORT_EVERY and step + 1 < total_steps and not signals:
             continue
         ended = ~worlds["last_return"].isnan()
         last_returns = worlds["last_return"][ended].tolist()

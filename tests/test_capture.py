@@ -57,7 +57,6 @@ def trained(monkeypatch, script: types.ModuleType, schedule: str | None, **flags
         patch.setattr(script, "report", report)
         patch.setattr(script, "REPORT_INTERVAL", 10, raising=False)
         patch.setattr(script, "REPORT_EVERY", 1, raising=False)
-        patch.setattr(script, "REPORT_STEPS", 1, raising=False)
         patch.setitem(sys.modules, "ray", local_ray)
         if hasattr(script, "make_envs"):
             patch.setattr(script, "make_envs", ScriptedPool)
