@@ -69,7 +69,7 @@ class Args:
     learning_rate: float = 3e-4  # learning rate of the actor and the critics
     weight_decay: float = 0.1  # weight decay of AdamW
     num_envs: int | None = None  # number of worlds, stepped together; default: 64, or 1,024 on a GPU
-    buffer_size: int = 10_000  # steps of each world in the replay ring; one takes 104 bytes in HalfCheetah
+    buffer_size: int = 10_000  # steps of each world in the replay ring: 104 bytes a step in HalfCheetah
     batch_size: int | None = None  # transitions per update; default: 256, or 32,768 on a GPU
     num_updates: int = 4  # updates per step of all worlds
     num_steps: int = 1  # rewards that a target sums before it takes the target critic's value
@@ -682,8 +682,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     N = args.num_envs
     total_steps = math.ceil(args.total_timesteps / N)
     random_steps = max(math.ceil(args.learning_starts / N), args.num_steps)
-    if not -math.inf < args.v_min < args.v_max:
-        fail("--v-min must be a number below --v-max.")
+    if not -(2**63) < args.v_min < args.v_max:
+        fail(f"--v-min must lie between {-(2**63)} and --v-max, not {args.v_min}.")
     if args.num_atoms < 2:
         fail("--num-atoms must be at least 2.")
     if args.num_updates % args.policy_frequency:

@@ -88,8 +88,8 @@ CASES = [  # twin, flags, launches and waits per env step at most; a replay coun
     ("pqn_device_env_torchcompile", {}, 0.35, 0.15),
     ("ppo_mujoco_torchcompile", {"physics": "warp"}, 0.7, 0.15),
     ("ppo_mujoco_torchcompile", {"physics": "warp", "cut_graph": True}, 2.9, 0.15),  # and those of the springs
-    ("td3_mujoco_torchcompile", {"physics": "warp"}, 3.6, 1.8),
-    ("td3_mujoco_torchcompile", {"physics": "warp", "cut_graph": True}, 3.6, 1.8),
+    ("td3_mujoco_torchcompile", {"physics": "warp"}, 3.55, 1.8),
+    ("td3_mujoco_torchcompile", {"physics": "warp", "cut_graph": True}, 5.55, 1.8),
     ("ppo_lru_torchcompile", {}, 2.0, 0.75),
     ("ppo_rnn_torchcompile", {"cell": "lstm"}, 1.9, 0.6),
     ("ppo_atari_envpool_torchcompile", {}, 3.65, 0.63),

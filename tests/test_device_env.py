@@ -417,8 +417,8 @@ def test_an_iteration_of_mujocos_worlds_never_leaves_the_device(monkeypatch, env
     script = load(name)
     monkeypatch.setattr(script, "WarpPhysics", Springs)
     env = script.Worlds(script.ROBOTS[env_id], 8, torch.device("cpu"), script.Args(physics="warp"))
-    for name in ("starts", "bounds"):
-        setattr(env, name, getattr(env, name).to("meta"))
+    for part in ("starts", "bounds"):
+        setattr(env, part, getattr(env, part).to("meta"))
     monkeypatch.setattr(script, "Worlds", lambda *_: env)
     iterate_on_meta(monkeypatch, script, env_id, physics="warp", **PLAIN[name])
 

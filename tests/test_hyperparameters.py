@@ -14,14 +14,15 @@ def test_optimizers_have_the_rates_that_the_flags_say(monkeypatch, name):
     decay = getattr(load(name).Args, "weight_decay", 0)
     seen = {}
 
-    original = torch.optim.Adam.step
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
 
-    def step(self):
-        (group,) = self.param_groups
-        seen.setdefault(id(self), (group["lr"], group["eps"], group["betas"], group["weight_decay"]))
-        original(self)
+        class Spied(kind):
+            def step(self):
+                (group,) = self.param_groups
+                seen.setdefault(id(self), (group["lr"], group["eps"], group["betas"], group["weight_decay"]))
+                super().step()
 
-    monkeypatch.setattr(torch.optim.Adam, "step", step)  # which AdamW inherits
+        monkeypatch.setattr(torch.optim, kind.__name__, Spied)
     if name in ATARI:
         monkeypatch.setattr(load(name), "make_envs", ScriptedPool)
     train(monkeypatch, name, **tiny(name) | {"total_timesteps": 1024, "num_envs": 1} | flags)
