@@ -40,7 +40,7 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     "ppo_mujoco": {"env_id": "HalfCheetah-v5", "total_timesteps": 20_000_000, "learning_rate": 1e-3, "num_envs": None}
     | {"num_steps": 32, "num_minibatches": 4, "update_epochs": 5, "clip_vloss": False},
     "td3_mujoco": {"env_id": "HalfCheetah-v5", "num_envs": None, "buffer_size": 10_000, "batch_size": None}
-    | {"learning_starts": 10_000},
+    | {"learning_starts": 10_000, "learning_rate": 1e-3, "tau": 0.1},
     "pqn_device_env": {"total_timesteps": 2_000_000, "learning_rate": 1e-3, "num_envs": 128, "num_steps": 32}
     | {"update_epochs": 2, "exploration_fraction": 0.2},
     "dqn_lru": {"env_id": "popgym:popgym-PositionOnlyCartPoleEasy-v0", "total_timesteps": 300_000, "num_envs": 8}
