@@ -76,8 +76,8 @@ class Args:
     gamma: float = 0.99  # discount factor
     tau: float = 0.1  # how far the target networks move towards the trained ones at each update of the actor
     num_atoms: int = 101  # values that the critics' distributions are made of
-    v_min: float = -1500.0  # least of these values, of a discounted return
-    v_max: float = 1500.0  # largest of these values
+    v_min: float = -1000.0  # least of these values, of a discounted return
+    v_max: float = 1000.0  # largest of these values
     policy_noise: float = 0.2  # std of noise on the target's actions, relative to half the action range
     noise_clip: float = 0.5  # largest noise on the target's actions, relative to half the action range
     std_min: float = 0.001  # std of noise on the actions of the last world, relative to half the action range
