@@ -482,7 +482,7 @@ def test_a_script_with_a_trick_taken_out_trains(monkeypatch, tmp_path, script):
         short = {"learning_starts": 50, "total_timesteps": 70} if "learning_starts" in CATALOG[script].tiny else {}
         flags = CATALOG[script].tiny | short | ({"compile": True} if mode.startswith("compile") else {})
         flags |= {"num_steps": 16} if "atari" in script else {}
-        flags |= {"num_steps": 4, "total_timesteps": 16} if "mujoco" in script else {}
+        flags |= {"num_steps": 4, "total_timesteps": 16} if "ppo_mujoco" in script else {}
         flags |= {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2])}
         with pytest.raises(Ended):
             module.train(module.Args(**flags, cuda=False))
