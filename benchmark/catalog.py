@@ -268,6 +268,20 @@ CATALOG = {
         on_device=True,
         peers=peers.WORLDS_PPO,
     ),
+    "td3_mujoco": Script(
+        env_id="HalfCheetah-v5",
+        steps=64_000,
+        threads=1,
+        requirements="warp",
+        policy="Actor",
+        losses=f"{CRITIC_LOSSES} actor_loss",
+        tiny={"env_id": "Hopper-v5", "num_envs": 4, "total_timesteps": 1024, "learning_starts": 800, "batch_size": 32}
+        | {"buffer_size": 150, "num_updates": 2, "num_steps": 3},
+        saving={"total_timesteps": 680, "learning_starts": 100, "checkpoint_interval": 200},
+        adam=({"learning_rate": 3e-3}, [3e-3, 3e-3], 1e-8),
+        graphs=3,  # a step of all worlds, an update of the critics, and one of the actor, too
+        on_device=True,
+    ),
     "a2c_device_env": Script(
         env_id="CartPole-v1",
         steps=8_192_000,

@@ -39,7 +39,7 @@ check() { # check PART FILE [EXPRESSION]: what needs a GPU where there is one
   done || true
 }
 scripts="dqn ppo sac_continuous_action td3_continuous_action ppo_continuous_action ppo_atari_envpool"
-scripts+=" dqn_lru ppo_lru ppo_rnn ppo_device_env a2c_device_env pqn_device_env ppo_mujoco"
+scripts+=" dqn_lru ppo_lru ppo_rnn ppo_device_env a2c_device_env pqn_device_env ppo_mujoco td3_mujoco"
 for script in $scripts; do check "tests-$script" test_cuda.py "${script}_torchcompile"; done
 check tests-others test_cuda.py "not (${scripts// /_torchcompile or }_torchcompile)"
 check tests-ray test_ray.py
@@ -60,7 +60,7 @@ speed sac_continuous_action "${clock[@]}"
 # few random actions from the start: by the clock, a slow mode would end while most of its actions are random
 for script in dqn dqn_lru; do speed $script "${clock[@]}" --flags="--start-e 0.05"; done
 for script in ppo_lru ppo_rnn; do speed $script "${clock[@]}"; done
-for script in ppo_device_env a2c_device_env pqn_device_env ppo_mujoco; do speed $script --steps 1000000000 --seconds 10; done
+for script in ppo_device_env a2c_device_env pqn_device_env {ppo,td3}_mujoco; do speed $script --steps 1000000000 --seconds 10; done
 if [[ $gpu ]]; then
   speed ppo_atari_envpool "${clock[@]}" --modes eager compile compile+cudagraphs{,+groups,+groups+bf16}
   speed ppo_atari_multigpu --steps 262144 # ranks would not end at the same report

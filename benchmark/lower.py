@@ -97,7 +97,12 @@ def record(name: str, **flags) -> list[Graph]:
 
     sizes = {key: value for key, value in SHORT.items() if hasattr(script.Args, key)} | flags
     args = script.Args(compile=True, cuda=False, save_model=False, **sizes)
-    if hasattr(args, "num_steps"):
+    if hasattr(args, "num_updates"):
+        args.num_updates = args.policy_frequency
+        args.num_envs = 1024  # the defaults on a GPU
+        args.batch_size = 32_768
+        args.total_timesteps = (args.num_steps + 1) * args.num_envs
+    elif hasattr(args, "num_steps"):
         args.num_envs = args.num_envs or 4096  # the default on a GPU
         args.total_timesteps = args.num_steps * args.num_envs
     folder = os.getcwd()

@@ -38,6 +38,7 @@ SLICED = [name for name in SCRIPTS if "dqn_lru" in name]
 MEMORY = [name for name in SCRIPTS if row(name).requirements == "memory" and name not in SLICED]  # PPO
 DEVICE = [name for name in SCRIPTS if row(name).on_device]  # whose envs are in the file
 MUJOCO = [name for name in DEVICE if "mujoco" in name]
+FAST_TD3 = [name for name in MUJOCO if "td3" in name]  # which learns from a ring of many worlds
 OFF_POLICY = [name for name in SCRIPTS if name not in PPO + MEMORY + DEVICE]
 GYM = [name for name in SCRIPTS if name not in ATARI + DEVICE]
 DISCRETE = [name for name in SCRIPTS if "dqn" in name or name in PPO_DISCRETE + MEMORY + DEVICE and name not in MUJOCO]

@@ -12,10 +12,12 @@ import pytest
 import torch
 from capture_emulation import Gpu, emulated_gpu
 from catalog import row
-from conftest import OFF_POLICY, RAY, TWINS, ScriptedPool, Springs, load, tiny
+from conftest import FAST_TD3, OFF_POLICY, RAY, TWINS, ScriptedPool, Springs, load, tiny
 
 SHORT = {"total_timesteps": 150, "learning_starts": 100, "batch_size": 16, "buffer_size": 80}
 SHORT |= {"learning_rate": 1e-2, "policy_lr": 1e-2, "q_lr": 1e-2, "target_network_frequency": 3}
+
+SHORT_TD3 = {"total_timesteps": 320, "learning_starts": 100, "batch_size": 16, "buffer_size": 40, "learning_rate": 1e-2}
 
 
 def problem_of(name: str) -> dict:
@@ -24,6 +26,8 @@ def problem_of(name: str) -> dict:
     if name in OFF_POLICY:
         problem = tiny(name) | {flag: value for flag, value in SHORT.items() if hasattr(script.Args, flag)}
         return problem | ({"total_timesteps": 500} if "dqn" in name else {})
+    if name in FAST_TD3:
+        return tiny(name) | SHORT_TD3
     problem = tiny(name) | {"num_steps": 16} | ({"num_minibatches": 2} if "ppo" in name else {})
     return problem | {"total_timesteps": 16 * 8 * problem.get("num_envs", problem.get("envs_per_worker", 1))}
 
@@ -84,6 +88,8 @@ CASES = [  # twin, flags, launches and waits per env step at most; a replay coun
     ("pqn_device_env_torchcompile", {}, 0.35, 0.15),
     ("ppo_mujoco_torchcompile", {"physics": "warp"}, 0.7, 0.15),
     ("ppo_mujoco_torchcompile", {"physics": "warp", "cut_graph": True}, 2.9, 0.15),  # and those of the springs
+    ("td3_mujoco_torchcompile", {"physics": "warp"}, 3.55, 1.8),
+    ("td3_mujoco_torchcompile", {"physics": "warp", "cut_graph": True}, 5.55, 1.8),
     ("ppo_lru_torchcompile", {}, 2.0, 0.75),
     ("ppo_rnn_torchcompile", {"cell": "lstm"}, 1.9, 0.6),
     ("ppo_atari_envpool_torchcompile", {}, 3.65, 0.63),

@@ -21,6 +21,7 @@ from conftest import (
     ATARI,
     DEVICE,
     DISCRETE,
+    FAST_TD3,
     MEMORY,
     MUJOCO,
     OFF_POLICY,
@@ -115,6 +116,7 @@ def sizes_of(monkeypatch, twin: str, flags: dict) -> dict:
     if twin in OFF_POLICY and "dqn" not in twin:
         sizes |= {"learning_starts": 180, "total_timesteps": 300}
     sizes |= {"learning_rate": 3e-4} if twin in DEVICE else {}
+    sizes |= {"learning_starts": 660, "learning_rate": 3e-5} if twin in FAST_TD3 else {}
     if twin in ATARI:
         monkeypatch.setattr(load(twin), "make_envs", ScriptedPool)
     return sizes

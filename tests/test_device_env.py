@@ -369,11 +369,11 @@ class Done(Exception):
     pass
 
 
-def iterate_on_meta(monkeypatch, script, env_id: str, **flags):
+def iterate_on_meta(monkeypatch, script, env_id: str, dims: int = 3, **flags):
     """All of train(), from the first envs to the end of two iterations, where nothing has numbers."""
 
     def spied_rand(*size, **device):
-        iterations[0] += len(size) == 3  # each draws such numbers once
+        iterations[0] += len(size) == dims  # each draws such numbers once
         if iterations[0] > 2:
             raise Done
         return rand(*size, **device)
@@ -392,8 +392,9 @@ def iterate_on_meta(monkeypatch, script, env_id: str, **flags):
         patch.setattr(script, first, end_of_set_up)
         patch.setattr(script, "start_run", lambda *args: (*start_run(*args)[:2], torch.device("meta")))
         patch.setattr(torch, "rand", spied_rand)
-        patch.setattr(script, "REPORT_EVERY", 9)  # the host waits for a report
+        patch.setattr(script, "REPORT_EVERY", 99)  # the host waits for a report
         patch.setattr(torch.optim, "Adam", sgd)
+        patch.setattr(torch.optim, "AdamW", lambda params, lr, weight_decay, fused: torch.optim.SGD(params, lr=lr))
         patch.setattr(torch, "randperm", lambda n, device: torch.empty(n, dtype=torch.long, device=device))
         with pytest.raises(Done):
             script.train(script.Args(env_id=env_id, num_envs=8, num_steps=4, total_timesteps=1024, **flags))
@@ -406,16 +407,20 @@ def test_an_iteration_never_leaves_the_device_nor_waits_for_it(monkeypatch, name
     iterate_on_meta(monkeypatch, load(name), env_id)
 
 
+PLAIN = {"ppo_mujoco": {}, "td3_mujoco": {"dims": 1, "learning_starts": 40, "policy_frequency": 1, "batch_size": 8}}
+
+
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("env_id", ["Hopper-v5", "Ant-v5", "Humanoid-v5"])  # the others do what a Hopper does
-def test_an_iteration_of_mujocos_worlds_never_leaves_the_device(monkeypatch, env_id):
+def test_an_iteration_of_mujocos_worlds_never_leaves_the_device(monkeypatch, env_id, name):
     """But for the simulator itself. In the plain file; test_capture.py runs the twin."""
-    script = load("ppo_mujoco")
+    script = load(name)
     monkeypatch.setattr(script, "WarpPhysics", Springs)
     env = script.Worlds(script.ROBOTS[env_id], 8, torch.device("cpu"), script.Args(physics="warp"))
-    for name in ("starts", "bounds"):
-        setattr(env, name, getattr(env, name).to("meta"))
+    for part in ("starts", "bounds"):
+        setattr(env, part, getattr(env, part).to("meta"))
     monkeypatch.setattr(script, "Worlds", lambda *_: env)
-    iterate_on_meta(monkeypatch, script, env_id, physics="warp")
+    iterate_on_meta(monkeypatch, script, env_id, physics="warp", **PLAIN[name])
 
 
 FAULTS = {  # what goes wrong -> the line that does it, and what is said

@@ -20,6 +20,7 @@ COUNTERPARTS = {
     "ppo_device_env": "ppo_atari_envpool",
     "a2c_device_env": "ppo_atari_envpool",
     "ppo_mujoco": "ppo_continuous_action",
+    "td3_mujoco": "td3_continuous_action",
     "pqn_device_env": "pqn",
 }  # of CleanRL's, where its name is another
 OF_MEMORY = {"env_id": "popgym:popgym-RepeatPreviousEasy-v0", "total_timesteps": 500_000, "learning_rate": 1e-3}
@@ -38,6 +39,8 @@ OTHER_DEFAULTS = {  # script -> flag -> our default
     | {"num_steps": 8, "norm_adv": False, "ent_coef": 0.0},
     "ppo_mujoco": {"env_id": "HalfCheetah-v5", "total_timesteps": 20_000_000, "learning_rate": 1e-3, "num_envs": None}
     | {"num_steps": 32, "num_minibatches": 4, "update_epochs": 5, "clip_vloss": False},
+    "td3_mujoco": {"env_id": "HalfCheetah-v5", "num_envs": None, "buffer_size": 10_000, "batch_size": None}
+    | {"learning_starts": 10_000, "learning_rate": 1e-3, "tau": 0.1},
     "pqn_device_env": {"total_timesteps": 2_000_000, "learning_rate": 1e-3, "num_envs": 128, "num_steps": 32}
     | {"update_epochs": 2, "exploration_fraction": 0.2},
     "dqn_lru": {"env_id": "popgym:popgym-PositionOnlyCartPoleEasy-v0", "total_timesteps": 300_000, "num_envs": 8}
@@ -47,10 +50,13 @@ OF_RANKS = {"device_ids", "world_size", "num_envs", "local_batch_size", "local_m
 OURS = {"tf32", "checkpoint_interval", "resume"}  # in every script
 OF_WORKERS = {"num_workers", "envs_per_worker", "ray_address", "worker_timeout"}
 OF_SLICES = {"hidden_size", "state_interval", "burn_in", "seq_length"}
+OF_FAST_TD3 = {"weight_decay", "num_updates", "num_steps", "num_atoms", "v_min", "v_max", "std_min", "std_max"}
 OURS_OF = {
     "_torchcompile": {"compile", "cudagraphs"},
     "ppo_mujoco": {"physics", "nconmax", "njmax"},
     "ppo_mujoco_torchcompile": {"physics", "nconmax", "njmax", "cut_graph"},
+    "td3_mujoco": {"physics", "nconmax", "njmax"} | OF_FAST_TD3,
+    "td3_mujoco_torchcompile": {"physics", "nconmax", "njmax", "cut_graph"} | OF_FAST_TD3,
     "ppo_lru": {"hidden_size", "reward_scale"},
     "ppo_lru_torchcompile": {"hidden_size", "reward_scale"},
     "ppo_rnn": {"cell", "hidden_size", "reward_scale"},
@@ -83,6 +89,7 @@ def test_names_and_defaults_are_cleanrls(name):
     assert MISSING not in ours.values()
     absent = ABSENT | ({"target_kl"} if base in COUNTERPARTS else set())
     absent |= COMPUTED if "ppo" in name else COMPUTED | OF_PPO if "a2c" in name else set()
+    absent |= {"exploration_noise"} if base == "td3_mujoco" else set()  # --std-min and --std-max in its place
     absent |= OF_RANKS if "multigpu" in name else {"num_envs"} if "_ray" in name else set()
     assert theirs.keys() - ours.keys() <= absent
     added = set().union(*(flags for part, flags in OURS_OF.items() if name.endswith(part)))

@@ -52,6 +52,8 @@ SMALL = {  # these cost time or memory, so that large ones would only be slow or
     "lag": [-1, 0, 1, 2, 7],
     "update_epochs": [-1, 0, 1, 2],
     "env_groups": [-1, 0, 1, 2, 3, 2**31],
+    "num_updates": [-1, 0, 1, 2, 3, 6],
+    "num_atoms": [-1, 0, 1, 2, 3, 51],
     "policy_frequency": [-1, 0, 1, 2, 50, 2**31, 2**63],
     "train_frequency": [-1, 0, 1, 2, 3, 10, 64, 2**31, 2**63],
 }

@@ -11,19 +11,22 @@ EAGER = [name for name in CATALOG if CATALOG[name].adam]
 @pytest.mark.parametrize("name", EAGER)
 def test_optimizers_have_the_rates_that_the_flags_say(monkeypatch, name):
     flags, rates, eps = CATALOG[name].adam
+    decay = getattr(load(name).Args, "weight_decay", 0)
     seen = {}
 
-    class SpiedAdam(torch.optim.Adam):
-        def step(self):
-            (group,) = self.param_groups
-            seen.setdefault(id(self), (group["lr"], group["eps"], group["betas"], group["weight_decay"]))
-            super().step()
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
 
-    monkeypatch.setattr(torch.optim, "Adam", SpiedAdam)
+        class Spied(kind):
+            def step(self):
+                (group,) = self.param_groups
+                seen.setdefault(id(self), (group["lr"], group["eps"], group["betas"], group["weight_decay"]))
+                super().step()
+
+        monkeypatch.setattr(torch.optim, kind.__name__, Spied)
     if name in ATARI:
         monkeypatch.setattr(load(name), "make_envs", ScriptedPool)
     train(monkeypatch, name, **tiny(name) | {"total_timesteps": 1024, "num_envs": 1} | flags)
-    assert list(seen.values()) == [(rate, eps, (0.9, 0.999), 0) for rate in rates]
+    assert list(seen.values()) == [(rate, eps, (0.9, 0.999), decay) for rate in rates]
 
 
 ANNEALED = ["ppo_continuous_action", "ppo_lru", "ppo_device_env", "a2c_device_env", "ppo_atari_envpool"]
