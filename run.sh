@@ -59,9 +59,9 @@ case ${1:-} in
   train)
     [[ -f leanrl/${2:-}.py ]] || die "no script '${2:-}'; there are: $(cd leanrl && echo *.py | sed 's/\.py//g')"
     ranks='import torch; print("--standalone", "--nproc-per-node", torch.cuda.device_count() or 2)'
-    [[ $2 =~ ^(dqn|ppo_continuous|ppo_mujoco|ppo_rnn|ppo_torch|ppo$|td3_mujoco) ]] && export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # small layers: docs/faq.md
+    [[ $2 =~ ^(dqn|ppo_continuous|ppo_mujoco|ppo_rnn|ppo_torch|ppo$) ]] && export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # small layers: docs/faq.md
     export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-5000} # idle threads give way to other programs
-    [[ $2 =~ atari|device_env|^dqn_lru ]] && export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647 # keep freed memory
+    [[ $2 =~ atari|device_env|^dqn_lru|^td3 ]] && export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647 # keep freed memory
     [[ $2 == *multigpu ]] && launch="-m torch.distributed.run $(python -c "$ranks")"
     cd "$from" && exec python $launch "$root/leanrl/$2.py" "${@:3}"
     ;;

@@ -271,7 +271,6 @@ CATALOG = {
     "td3_mujoco": Script(
         env_id="HalfCheetah-v5",
         steps=64_000,
-        threads=1,
         requirements="warp",
         policy="Actor",
         losses=f"{CRITIC_LOSSES} actor_loss",
