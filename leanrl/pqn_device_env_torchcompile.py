@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 REPORT_EVERY = 10  # rollouts between two reports, in which the host waits for the device
 STEPS_AT_ONCE = 8  # perf[graph] steps in a compiled function: a call costs a fifth of a millisecond on a CPU
-UPDATES_AT_ONCE = 2  # perf[graph] updates in a compiled function: more would compile for minutes
+UPDATES_AT_ONCE = 2  # perf[graph] updates in a compiled function: more take longer to compile
 
 
 @dataclass
@@ -371,14 +371,15 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         now = envs
         parts = []
         with torch.no_grad():
-            for part in uniform.split(STEPS_AT_ONCE):
+            for part in uniform.split(math.gcd(T, STEPS_AT_ONCE)):  # all of one length, to be compiled once
                 now, rows = play(now, epsilon, part)
                 parts.append(rows)
             rollout = {name: torch.cat([rows[name] for rows in parts]) for name in parts[0]}
             batch = prepare(rollout, env.observation(now["state"]))
             for name, x in now.items():
                 envs[name].copy_(x)  # perf[capture] a graph reads and writes at fixed addresses
-        for minibatches in permutations.view(-1, minibatch_size).split(UPDATES_AT_ONCE):
+        num_updates = args.update_epochs * args.num_minibatches
+        for minibatches in permutations.view(-1, minibatch_size).split(math.gcd(num_updates, UPDATES_AT_ONCE)):
             losses = learn(batch, minibatches)
         return losses
 
