@@ -621,22 +621,23 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         action = actor(normalize(obs_moments, env.observation(worlds["state"])))
         return advance((action + std * torch.randn_like(action)).clamp(-1, 1))
 
-    def learn_critics(newest: int) -> tuple[dict, dict]:
+    def learn(newest: int) -> dict[str, Tensor]:
+        """As many updates of the critics as --policy-frequency says, and one of the actor."""
         starts = min(newest, len(ring) - 1) - (args.num_steps - 1)
-        batch = sample_n_steps(ring, newest, starts, obs_dim, args)
-        batch |= {name: normalize(obs_moments, batch[name]) for name in ("obs", "next_obs")}
-        networks = (actor_target, critics, critics_target)
-        return learn_distributions(batch, *networks, critics_optimizer, support, args), batch
+        for _ in range(args.policy_frequency):
+            batch = sample_n_steps(ring, newest, starts, obs_dim, args)
+            batch |= {name: normalize(obs_moments, batch[name]) for name in ("obs", "next_obs")}
+            networks = (actor_target, critics, critics_target)
+            losses = learn_distributions(batch, *networks, critics_optimizer, support, args)
+        networks = (actor, actor_target, critics, critics_target)
+        return losses | learn_mean_actor(batch, *networks, actor_optimizer, support, args)
 
     def iterate(newest: int) -> dict[str, Tensor]:
         """A step of all worlds and the updates after it; the host reads nothing."""
         with torch.no_grad():
             ring[newest % len(ring)] = act()
-        for update in range(1, args.num_updates + 1):
-            losses, batch = learn_critics(newest)
-            if update % args.policy_frequency == 0:
-                networks = (actor, actor_target, critics, critics_target)
-                losses |= learn_mean_actor(batch, *networks, actor_optimizer, support, args)
+        for _ in range(args.num_updates // args.policy_frequency):
+            losses = learn(newest)
         return losses
 
     losses = {}

@@ -756,31 +756,26 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         action = actor(normalize(obs_moments, env.observation(worlds["state"])))
         return advance((action + std * torch.randn_like(action)).clamp(-1, 1))
 
-    def learn_critics() -> tuple[dict, dict]:
+    def learn() -> Tensor:
+        """As many updates of the critics as --policy-frequency says, and one of the actor."""
         starts = newest.clamp(max=len(ring) - 1) - (args.num_steps - 1)
-        batch = sample_n_steps(ring, newest, starts, obs_dim, args)
-        batch |= {name: normalize(obs_moments, batch[name]) for name in ("obs", "next_obs")}
-        return learn_distributions_(batch, state, actor, critics[0], support, args), batch
-
-    def update():
-        learn_critics()
-
-    def update_with_actor() -> Tensor:  # perf[graph] a function of its own, since a graph has no if
-        losses, batch = learn_critics()
+        for _ in range(args.policy_frequency):
+            batch = sample_n_steps(ring, newest, starts, obs_dim, args)
+            batch |= {name: normalize(obs_moments, batch[name]) for name in ("obs", "next_obs")}
+            losses = learn_distributions_(batch, state, actor, critics[0], support, args)
         losses |= learn_mean_actor_(batch, state, actor, critics[0], support, args)
         return torch.stack(list(losses.values()))  # perf[capture] one result, since a replay copies each
 
     def iterate() -> Tensor:
         """A step of all worlds and the updates after it; the host reads nothing."""
         insert_(ring, newest, act()[None])  # perf[ring]
-        for number in range(1, args.num_updates + 1):
-            losses = update() if number % args.policy_frequency else update_with_actor()
+        for _ in range(args.num_updates // args.policy_frequency):
+            losses = learn()
         return losses
 
     if args.compile:  # perf[graph] one graph each, which draws the plain file's random numbers
         act = torch.compile(act, fullgraph=True, options={"fallback_random": True})
-        update = torch.compile(update, fullgraph=True, options={"fallback_random": True})
-        update_with_actor = torch.compile(update_with_actor, fullgraph=True, options={"fallback_random": True})
+        learn = torch.compile(learn, fullgraph=True, options={"fallback_random": True})
     if args.cudagraphs:  # perf[capture] record the launches once, replay them with one call
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # a line per graph would tear the progress bar
         iterate = CudaGraphModule(iterate, warmup=3) if not args.cut_graph else CutGraph(iterate, env.physics, 3)
