@@ -50,8 +50,9 @@ install() { # install NAME REQUIREMENTS [VENV]: once for each content of the req
 [[ ${1:-} =~ ^(compare|sweep)$ && " $* " != *" --no-peers "* ]] && install peers requirements-peers.txt
 [[ ${1:-} =~ ^(rllib|sweep)$ ]] && install core requirements-rllib.txt .venv-rllib
 export PATH=$PWD/.venv/bin:$PATH
-if [[ ${1:-} != test && ! -e /dev/nvidiactl ]]; then # for what is compiled for a CPU: docs/faq.md
-  export TORCHINDUCTOR_CPP_WRAPPER=1 TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH=1
+if [[ ${1:-} != test ]]; then # settings of a process: docs/faq.md
+  [[ -e /dev/nvidiactl ]] || export TORCHINDUCTOR_CPP_WRAPPER=1 TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH=1
+  export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-5000} MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647
 fi
 case ${1:-} in
   '') exec python benchmark/compare.py ppo_continuous_action --no-peers --pairs 1 ;;
@@ -60,8 +61,6 @@ case ${1:-} in
     [[ -f leanrl/${2:-}.py ]] || die "no script '${2:-}'; there are: $(cd leanrl && echo *.py | sed 's/\.py//g')"
     ranks='import torch; print("--standalone", "--nproc-per-node", torch.cuda.device_count() or 2)'
     [[ $2 =~ ^(dqn|ppo_continuous|ppo_mujoco|ppo_rnn|ppo_torch|ppo$) ]] && export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # small layers: docs/faq.md
-    export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-5000} # idle threads give way to other programs
-    [[ $2 =~ atari|device_env|^dqn_lru|^td3 ]] && export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647 # keep freed memory
     [[ $2 == *multigpu ]] && launch="-m torch.distributed.run $(python -c "$ranks")"
     cd "$from" && exec python $launch "$root/leanrl/$2.py" "${@:3}"
     ;;
