@@ -27,6 +27,10 @@ for flags in "--num-steps 24 --ent-coef 0.005 --vf-coef 1 --clip-vloss --max-gra
   "--num-minibatches 16 --learning-rate 3e-4"; do
   $run ppo_mujoco --env-ids HalfCheetah-v5 --flags="$flags" --out benchmark/results/sweep
 done
+hopper="--num-minibatches 4 --learning-rate 1e-3" # the defaults, which the published runs of Hopper do not have
+$run ppo_mujoco --env-ids Hopper-v5 --total-timesteps 5000000 --flags="$hopper" --out benchmark/results/sweep
+$run td3_mujoco --env-ids HalfCheetah-v5 --total-timesteps 1500000
+$run td3_continuous_action --env-ids HalfCheetah-v5 --total-timesteps 150000 --modes compile sb3
 for script in td3 sac; do
   $run ${script}_continuous_action --total-timesteps 200000 $modes
   $run ${script}_continuous_action --seeds 1

@@ -423,6 +423,29 @@ def returns(only: str | None = None) -> str:
     return markdown(columns, return_rows())
 
 
+def against_minutes(env_id: str, minutes: tuple[int, ...]) -> str:
+    """Returns of all that was trained in an env, compiled or by others, after some minutes: mean, and of each seed.
+
+    Of each script, the runs of most steps count. What has ended keeps its last return.
+    """
+    longest = defaultdict(int)
+    for run in read_csv(RESULTS / "returns.csv"):
+        if run["env_id"] == env_id:
+            longest[run["script"], run["mode"]] = max(longest[run["script"], run["mode"]], int(run["steps"]))
+    rows = []
+    for (script, mode), steps in longest.items():
+        curve = read_csv(RESULTS / "curves" / f"{script}__{env_id}__{steps}__{mode}.csv")
+        cells = []
+        for minute in minutes:
+            so_far = [row for row in curve if float(row["seconds"]) <= 60 * minute]
+            newest = {row["seed"]: float(row["episodic_return"]) for row in so_far}
+            of_each = ", ".join(f"{value:,.0f}" for value in newest.values())
+            cells.append(f"{fmean(newest.values()):,.0f} ({of_each})" if newest else "-")
+        rows.append((f"{script}, {LIBRARIES.get(mode, 'compiled')}", f"{steps:,}", *cells))
+    columns = ["script", "env steps", *(f"{minute} minutes" for minute in minutes)]
+    return markdown(columns, rows)
+
+
 def sweep(script: str) -> str:
     """Returns with other flags than the published ones."""
     groups = defaultdict(dict)
@@ -431,9 +454,8 @@ def sweep(script: str) -> str:
             groups[run["env_id"], run["steps"], run["mode"]][run["seed"]] = float(run["episodic_return"])
     rows = []
     for (env_id, steps, mode), returns in groups.items():
-        flags = "defaults" if mode in CATALOG[script].modes else f"`{mode}`"
         of_each = ", ".join(f"{value:,.0f}" for value in returns.values())
-        rows.append((env_id, f"{int(steps):,}", flags, " ".join(returns), of_each))
+        rows.append((env_id, f"{int(steps):,}", f"`{mode}`", " ".join(returns), of_each))
     return markdown(["environment", "steps", "flags", "seeds", "return of each"], rows)
 
 
@@ -499,6 +521,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         named[f"bf16 {name}"] = lambda name=name: bf16(f"{name}_continuous_action", "HalfCheetah-v4", "200000")
     for script in CATALOG:
         named[f"returns {script}"] = lambda script=script: returns(script)
+    named["minutes"] = lambda: against_minutes("HalfCheetah-v5", (2, 4, 8, 16))
     named["sweep ppo_mujoco"] = lambda: sweep("ppo_mujoco")
     for tag in re.findall(r"<!-- gain (\w+) -->", (ROOT / "docs" / "performance.md").read_text()):
         named[f"gain {tag}"] = lambda tag=tag: gain(tag)

@@ -16,7 +16,7 @@ Differences from CleanRL's ppo_continuous_action.py:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
 2. A step that only resets a world is masked out of the losses.
 3. Observations and rewards are scaled by statistics of all rollouts before; those of a rollout are added after it.
-4. An episode starts from one of 1,024 states, which are drawn as Gymnasium draws one.
+4. An episode starts from one of 1,000 states, which are drawn as Gymnasium draws one.
 """
 
 import json
@@ -220,7 +220,7 @@ def read_row(data: mujoco.MjData, names: list[str]) -> np.ndarray:
 
 
 class HostPhysics:
-    """C MuJoCo, a thread for each core, in float64: Gymnasium's numbers, bit for bit."""
+    """C MuJoCo, a thread for each core, in float64: Gymnasium's observations, bit for bit."""
 
     dtype = torch.float64
 
@@ -244,7 +244,7 @@ class HostPhysics:
             for i in range(k, len(rows), len(self.datas)):
                 mujoco.mj_setState(self.model, data, rows[i], parts)
                 mujoco.mj_step(self.model, data, self.frame_skip)
-                if "cfrc_ext" in self.names:
+                if {"cacc", "cfrc_int", "cfrc_ext"} & {*self.names}:
                     mujoco.mj_rnePostConstraint(self.model, data)
                 new[i] = read_row(data, self.names)
 
@@ -274,7 +274,9 @@ class WarpPhysics:
             self.data = mujoco_warp.make_data(model, nworld=num_envs, nconmax=args.nconmax, njmax=args.njmax)
         self.views = [warp.to_torch(getattr(self.data, name)).flatten(1) for name in names]
         self.ctrl = warp.to_torch(self.data.ctrl)
-        self.overflow = warp.to_torch(self.data.overflow)  # (N,), not 0 where Warp had no room for a contact
+        bits = mujoco_warp.OverflowType
+        self.no_room = int(bits.NEFC | bits.NJMAX_NNZ | bits.BROADPHASE | bits.NARROWPHASE)
+        self.overflow = warp.to_torch(self.data.overflow)  # (N,), with these bits where a contact found no room
 
     def on_stream(self):
         """In a with block, Warp launches on PyTorch's stream."""
@@ -285,7 +287,7 @@ class WarpPhysics:
         """Starts the kernels of an env step."""
         for _ in range(self.frame_skip):
             self.mjw.step(self.model, self.data)
-        if "cfrc_ext" in self.names:
+        if {"cacc", "cfrc_int", "cfrc_ext"} & {*self.names}:
             self.mjw.rne_postconstraint(self.model, self.data)
 
     def step(self, state: Tensor, ctrl: Tensor) -> Tensor:
@@ -349,8 +351,9 @@ class Worlds:
 
     def __init__(self, task: type, num_envs: int, device: torch.device, args: Args):
         model = mujoco.MjModel.from_xml_path(str(task.xml))
-        if model.na or model.neq or model.nmocap or model.nplugin:
-            fail(f"{task.xml} has actuator states, equalities, mocap bodies or plugins, which a row does not hold.")
+        whole = mujoco.mj_stateSize(model, int(mujoco.mjtState.mjSTATE_FULLPHYSICS)) - 1  # without the time
+        if whole > model.nq + model.nv or model.neq or model.nmocap:
+            fail(f"{task.xml} has actuator states, delays, equalities, mocap bodies or plugins; no row has them.")
         names = ["qpos", "qvel", "qacc_warmstart", *task.extras]
         data = mujoco.MjData(model)
         rng = np.random.default_rng(args.seed)
@@ -369,7 +372,9 @@ class Worlds:
         self.task = task
         self.time_limit = task.time_limit
         self.dt = model.opt.timestep * task.frame_skip  # seconds of an env step
-        self.action_space = gym.spaces.Box(*model.actuator_ctrlrange.astype(np.float32).T)
+        limited = model.actuator_ctrllimited[:, None].astype(bool)
+        ranges = np.where(limited, model.actuator_ctrlrange, [-np.inf, np.inf])
+        self.action_space = gym.spaces.Box(*ranges.astype(np.float32).T)
         center, scale = action_scale(self.action_space)
         bounds = (center, scale, self.action_space.low, self.action_space.high)
         self.bounds = torch.as_tensor(np.array(bounds), dtype=torch.float32, device=device)  # (4, A)
@@ -443,11 +448,11 @@ def step_worlds(env: Worlds, worlds: dict[str, Tensor], action: Tensor, uniform:
     """Steps N worlds: returns what they are then, their rewards (N,), which episodes terminated, and which steps count.
 
     A world whose episode has ended is reset instead; that step ignores the action and has reward 0 (autoreset mode
-    NEXT_STEP). So is a world whose numbers are no longer finite; its episode ends, and it is counted as broken.
+    NEXT_STEP). So is a world with a number beyond 1e6, or NaN; its episode ends, and it is counted as broken.
     """
     over = worlds["done"]
     state, reward, terminated = env.transition(worlds["state"], action, uniform)
-    broken = ~state.isfinite().all(-1) & ~over
+    broken = ~(state.abs() < 1e6).all(-1) & ~over
     valid = ~over & ~broken
     state = torch.where(valid[:, None], state, env.initial(uniform))
     reward = torch.where(valid, reward, 0).float()
@@ -608,7 +613,7 @@ def set_defaults(args: Args):
     if args.physics == "auto":
         args.physics = "warp" if has_gpu else "host"
     if args.num_envs is None:
-        args.num_envs = 4096 if has_gpu else 64
+        args.num_envs = 4096 if args.physics == "warp" and has_gpu else 64
 
 
 def explained_variance(batch: dict[str, Tensor]) -> Tensor:
@@ -765,8 +770,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         losses = dict(zip(PPO_LOSSES, losses)) | {"explained_variance": explained_variance(batch)}
         ended = ~worlds["last_return"].isnan()
         last_returns = worlds["last_return"][ended].tolist()
-        if args.physics == "warp" and env.physics.overflow.any():
-            sys.exit("\nerror: Warp had no room for all contacts; raise --nconmax and --njmax.")
+        if args.physics == "warp" and (env.physics.overflow & env.physics.no_room).any():
+            sys.exit("\nerror: Warp had no room for all contacts; raise --nconmax and --njmax (and --resume).")
         metrics = report(losses, agent.parameters(), last_returns, global_step, clock, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         writer.add_scalar("charts/broken_worlds", worlds["broken"].sum(), global_step)
@@ -854,9 +859,9 @@ def save_checkpoint(run_dir: Path, args: Args, kept: dict):
 
 def load_checkpoint(args: Args) -> dict:
     """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
-    free = ["exp_name", "total_timesteps", "resume", "torch_deterministic", "cuda", "compile", "cudagraphs", "bf16"]
-    free += ["async_envs", "env_groups", "act_on", "ddp", "backend", "timeout", "worker_timeout", "worker_threads"]
-    free += ["ray_address", "tf32", "save_model", "checkpoint_interval", "track", "wandb_project_name", "wandb_entity"]
+    free = "exp_name total_timesteps resume torch_deterministic cuda compile cudagraphs bf16 async_envs".split()
+    free += "env_groups act_on ddp backend timeout worker_timeout worker_threads ray_address tf32 save_model".split()
+    free += "checkpoint_interval track wandb_project_name wandb_entity nconmax njmax cut_graph".split()
     settings = {"script": Path(__file__).stem} | asdict(args)
     paths = [args.resume] if args.resume else []
     if args.resume == "auto":

@@ -83,14 +83,15 @@ def test_episodes_start_as_gymnasiums(env_id):
         assert (theirs._get_obs() == env.observation(env.starts)[i].numpy()).all()
 
 
+@pytest.mark.parametrize("number", [torch.nan, 1e8])
 @pytest.mark.parametrize("physics", ["host", "warp"])
-def test_a_state_that_is_not_finite_stays_in_its_world(physics):
+def test_a_broken_state_stays_in_its_world(physics, number):
     env = worlds("Hopper-v5", physics, 5)
     torch.manual_seed(0)
     first = mujoco_.first_worlds(env, 5, CPU)
     first["clock"][:] = 3
     hurt = first | {"state": first["state"].clone()}
-    hurt["state"][2, 5] = torch.nan
+    hurt["state"][2, 5] = number
     action, uniform = torch.zeros(5, 3), torch.rand(5, 1)
     well, reward, _, valid = mujoco_.step_worlds(env, first, action, uniform)
     now, paid, terminated, counts = mujoco_.step_worlds(env, hurt, action, uniform)
@@ -99,6 +100,22 @@ def test_a_state_that_is_not_finite_stays_in_its_world(physics):
     assert (now["state"][others] == well["state"][others]).all() and (paid[others] == reward[others]).all()
     assert (now["state"][2] == env.initial(uniform)[2]).all() and paid[2] == 0
     assert now["broken"].tolist() == [0, 0, 1, 0, 0] and now["clock"][2] == 0 and not terminated[2] and now["done"][2]
+
+
+ROBOT = """<mujoco><worldbody><body><joint name="hinge"/><geom size="0.1"/></body></worldbody>
+<actuator><motor joint="hinge" {}/></actuator></mujoco>"""
+
+
+def test_a_robot_of_ones_own_may_have_actuators_without_limits_but_no_delays(tmp_path, capsys):
+    task = type("Robot", (mujoco_.HalfCheetah,), {"xml": tmp_path / "robot.xml"})
+    task.xml.write_text(ROBOT.format(""))
+    env = mujoco_.Worlds(task, 2, CPU, mujoco_.Args(physics="host"))
+    state, _, _ = env.transition(env.starts[[0, 0]], torch.tensor([[-2.0], [2.0]]), torch.zeros(2, 1))
+    assert state[0, 0] < env.starts[0, 0] < state[1, 0]
+    task.xml.write_text(ROBOT.format('delay="0.05" nsample="5"'))
+    with pytest.raises(SystemExit):
+        mujoco_.Worlds(task, 2, CPU, mujoco_.Args(physics="host"))
+    assert "delays" in capsys.readouterr().err
 
 
 def test_a_limit_of_time_is_no_termination():
@@ -180,13 +197,13 @@ def test_the_robot_of_the_page_learns(monkeypatch, own_folder):
     """The model and the class of docs/device.md, in both engines; the pole comes up."""
     page = (ROOT / "docs" / "device.md").read_text()
     (xml,) = re.findall(r"```xml\n(.*?)```", page, re.DOTALL)
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Pendulum" in block]
-    Path("pendulum.xml").write_text(xml)
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Pole" in block]
+    Path("pole.xml").write_text(xml)
     exec(code, names := {})
-    monkeypatch.setitem(mujoco_.ROBOTS, "Pendulum", names["Pendulum"])
-    run = train(monkeypatch, "ppo_mujoco", env_id="Pendulum", num_envs=16, total_timesteps=40_960, learning_rate=3e-3)
+    monkeypatch.setitem(mujoco_.ROBOTS, "Pole", names["Pole"])
+    run = train(monkeypatch, "ppo_mujoco", env_id="Pole", num_envs=16, total_timesteps=40_960, learning_rate=3e-3)
     assert run.metrics["episodic_return"] > -50  # of 200 steps, each pays -1 hanging and 1 upright
-    env = worlds("Pendulum", "warp", 2)
+    env = worlds("Pole", "warp", 2)
     state, reward, _ = env.transition(env.starts[:2], torch.ones(2, 1), torch.zeros(2, 1))
     assert env.observation(state).shape == (2, 3) and (reward < -0.9).all()
 
