@@ -197,12 +197,15 @@ def test_the_robot_of_the_page_learns(monkeypatch, own_folder):
     """The model and the class of docs/device.md, in both engines; the pole comes up."""
     page = (ROOT / "docs" / "device.md").read_text()
     (xml,) = re.findall(r"```xml\n(.*?)```", page, re.DOTALL)
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Pole" in block]
+    code, play = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Pole" in block]
     Path("pole.xml").write_text(xml)
     exec(code, names := {})
     monkeypatch.setitem(mujoco_.ROBOTS, "Pole", names["Pole"])
-    run = train(monkeypatch, "ppo_mujoco", env_id="Pole", num_envs=16, total_timesteps=40_960, learning_rate=3e-3)
+    flags = {"num_envs": 16, "total_timesteps": 40_960, "learning_rate": 3e-3, "save_model": True}
+    run = train(monkeypatch, "ppo_mujoco", env_id="Pole", **flags)
     assert run.metrics["episodic_return"] > -50  # of 200 steps, each pays -1 hanging and 1 upright
+    (run.run_dir / "policy.pt2").rename("policy.pt2")
+    exec(play, names | vars(mujoco_) | {"Pole": names["Pole"]})  # in the copy
     env = worlds("Pole", "warp", 2)
     state, reward, _ = env.transition(env.starts[:2], torch.ones(2, 1), torch.zeros(2, 1))
     assert env.observation(state).shape == (2, 3) and (reward < -0.9).all()
