@@ -293,6 +293,7 @@ class Springs:
     """Physics for a GPU that is not there: each number of a world swings, pushed by the mean control."""
 
     dtype = torch.float32
+    no_room = 1
 
     def __init__(self, model, frame_skip, names, num_envs, device, args):
         self.overflow = torch.zeros(num_envs, dtype=torch.int32, device=device)
