@@ -424,9 +424,9 @@ def returns(only: str | None = None) -> str:
 
 
 def against_minutes(env_id: str, minutes: tuple[int, ...]) -> str:
-    """Returns of all that was trained in an env, compiled or by others, after some minutes: mean, and of each seed.
+    """Returns of all that was trained in an env after some minutes: mean, and of each seed.
 
-    Of each script, the runs of most steps count. What has ended keeps its last return.
+    Of each mode of a script, the runs of most steps count. What has ended keeps its last return.
     """
     longest = defaultdict(int)
     for run in read_csv(RESULTS / "returns.csv"):
@@ -441,7 +441,7 @@ def against_minutes(env_id: str, minutes: tuple[int, ...]) -> str:
             newest = {row["seed"]: float(row["episodic_return"]) for row in so_far}
             of_each = ", ".join(f"{value:,.0f}" for value in newest.values())
             cells.append(f"{fmean(newest.values()):,.0f} ({of_each})" if newest else "-")
-        rows.append((f"{script}, {LIBRARIES.get(mode, 'compiled')}", f"{steps:,}", *cells))
+        rows.append((f"{script}, {LIBRARIES.get(mode, mode)}", f"{steps:,}", *cells))
     columns = ["script", "env steps", *(f"{minute} minutes" for minute in minutes)]
     return markdown(columns, rows)
 

@@ -219,6 +219,9 @@ def read_row(data: mujoco.MjData, names: list[str]) -> np.ndarray:
     return np.concatenate([getattr(data, name).ravel() for name in names])
 
 
+FORCES = {"cacc", "cfrc_int", "cfrc_ext"}  # arrays that a step of MuJoCo leaves out
+
+
 class HostPhysics:
     """C MuJoCo, a thread for each core, in float64: Gymnasium's observations, bit for bit."""
 
@@ -229,6 +232,7 @@ class HostPhysics:
         self.model = model
         self.frame_skip = frame_skip
         self.names = names
+        self.has_forces = not FORCES.isdisjoint(names)
         self.datas = [mujoco.MjData(model) for _ in os.sched_getaffinity(0)]
         self.pool = ThreadPoolExecutor(len(self.datas))
 
@@ -244,7 +248,7 @@ class HostPhysics:
             for i in range(k, len(rows), len(self.datas)):
                 mujoco.mj_setState(self.model, data, rows[i], parts)
                 mujoco.mj_step(self.model, data, self.frame_skip)
-                if {"cacc", "cfrc_int", "cfrc_ext"} & {*self.names}:
+                if self.has_forces:
                     mujoco.mj_rnePostConstraint(self.model, data)
                 new[i] = read_row(data, self.names)
 
@@ -264,7 +268,7 @@ class WarpPhysics:
         self.mjw = mujoco_warp
         self.wp = warp
         self.frame_skip = frame_skip
-        self.names = names
+        self.has_forces = not FORCES.isdisjoint(names)
         self.is_cuda = device.type == "cuda"
         if model.opt.solver == mujoco.mjtSolver.mjSOL_PGS:
             model.opt.solver = mujoco.mjtSolver.mjSOL_NEWTON  # Warp has no PGS
@@ -287,7 +291,7 @@ class WarpPhysics:
         """Starts the kernels of an env step."""
         for _ in range(self.frame_skip):
             self.mjw.step(self.model, self.data)
-        if {"cacc", "cfrc_int", "cfrc_ext"} & {*self.names}:
+        if self.has_forces:
             self.mjw.rne_postconstraint(self.model, self.data)
 
     def step(self, state: Tensor, ctrl: Tensor) -> Tensor:
@@ -372,8 +376,7 @@ class Worlds:
         self.task = task
         self.time_limit = task.time_limit
         self.dt = model.opt.timestep * task.frame_skip  # seconds of an env step
-        limited = model.actuator_ctrllimited[:, None].astype(bool)
-        ranges = np.where(limited, model.actuator_ctrlrange, [-np.inf, np.inf])
+        ranges = np.where(model.actuator_ctrllimited[:, None], model.actuator_ctrlrange, [-np.inf, np.inf])
         self.action_space = gym.spaces.Box(*ranges.astype(np.float32).T)
         center, scale = action_scale(self.action_space)
         bounds = (center, scale, self.action_space.low, self.action_space.high)
@@ -771,7 +774,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         ended = ~worlds["last_return"].isnan()
         last_returns = worlds["last_return"][ended].tolist()
         if args.physics == "warp" and (env.physics.overflow & env.physics.no_room).any():
-            sys.exit("\nerror: Warp had no room for all contacts; raise --nconmax and --njmax (and --resume).")
+            sys.exit("\nerror: Warp had no room for all contacts; raise --nconmax and --njmax, and resume.")
         metrics = report(losses, agent.parameters(), last_returns, global_step, clock, writer, progress)
         writer.add_scalar("charts/learning_rate", learning_rate, global_step)
         writer.add_scalar("charts/broken_worlds", worlds["broken"].sum(), global_step)

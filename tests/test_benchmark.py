@@ -688,6 +688,17 @@ def test_a_gain_is_a_figure_if_its_interval_leaves_out_one(monkeypatch):
     assert tables.gain("graph") == "**Gain:** 2.00 x (dqn), none shown (dqn_lru). **Loss:** 0.80 x (ppo_lru)."
 
 
+def test_returns_against_minutes_are_of_the_newest_bin_by_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    (tmp_path / "curves").mkdir()
+    runs = ["dqn,A-v0,sb3,50", "dqn,A-v0,sb3,100", "dqn,B-v0,sb3,100"]
+    (tmp_path / "returns.csv").write_text("\n".join(["script,env_id,mode,steps", *runs]))
+    bins = ["1,50,30,10", "1,100,119,30", "2,50,61,20", "2,100,121,40"]  # of the longest runs in A-v0
+    (tmp_path / "curves/dqn__A-v0__100__sb3.csv").write_text("\n".join(["seed,step,seconds,episodic_return", *bins]))
+    shown = tables.against_minutes("A-v0", (1, 2, 3)).splitlines()[2:]
+    assert shown == ["| dqn, Stable-Baselines3 | 100 | 10 (10) | 25 (30, 20) | 35 (30, 40) |"]
+
+
 def test_returns_stand_beside_published_ones_of_equal_length():
     """And CleanRL's JAX scripts end elsewhere than its scripts in PyTorch."""
     rows = {(script, steps): beside for script, _, steps, *_, beside in tables.return_rows()}

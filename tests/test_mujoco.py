@@ -163,6 +163,36 @@ def test_contacts_without_room_end_the_run(name, capsys):
     assert "--nconmax" in str(exit.value)
 
 
+@pytest.mark.parametrize("name", MUJOCO)
+def test_a_solver_with_few_iterations_does_not_end_the_run(name, tmp_path, monkeypatch):
+    """Warp flags that, too, in the tensor that tells of contacts without room."""
+    script = load(name)
+    task = script.ROBOTS["Hopper-v5"]
+    xml = tmp_path / "hopper.xml"
+    xml.write_text(task.xml.read_text().replace("<option ", '<option iterations="1" ls_iterations="1" '))
+    monkeypatch.setattr(task, "xml", xml)
+    seen = []
+
+    class Physics(script.WarpPhysics):
+        def step(self, state, ctrl):
+            new = super().step(state, ctrl)
+            seen.append(self.overflow.any())
+            return new
+
+    monkeypatch.setattr(script, "WarpPhysics", Physics)
+    train(monkeypatch, name, **tiny(name) | {"physics": "warp", "total_timesteps": 128, "nconmax": 50, "njmax": 200})
+    assert any(seen)
+
+
+def test_c_mujoco_has_64_worlds_where_there_is_a_gpu_too(monkeypatch):
+    host, auto = mujoco_.Args(physics="host"), mujoco_.Args()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        mujoco_.set_defaults(host)
+        mujoco_.set_defaults(auto)
+    assert (host.num_envs, auto.num_envs, auto.physics) == (64, 4096, "warp")
+
+
 def test_humanoids_on_the_floor_have_room_for_their_contacts():
     env = worlds("Humanoid-v5", "warp", 8)
     torch.manual_seed(0)
