@@ -43,6 +43,7 @@ from tqdm import tqdm
 PPO_LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")  # by ppo_loss
 REPORT_EVERY = 10  # rollouts between two reports, in which the host waits for the device
 ASSETS = Path(gym.__file__).parent / "envs/mujoco/assets"  # Gymnasium's models
+FORCES = {"cacc", "cfrc_int", "cfrc_ext"}  # arrays that a step of MuJoCo leaves out
 
 
 @dataclass
@@ -206,9 +207,6 @@ ROBOTS |= {"Humanoid-v5": Humanoid}
 def read_row(data: mujoco.MjData, names: list[str]) -> np.ndarray:
     """The state of a world as one row (S,)."""
     return np.concatenate([getattr(data, name).ravel() for name in names])
-
-
-FORCES = {"cacc", "cfrc_int", "cfrc_ext"}  # arrays that a step of MuJoCo leaves out
 
 
 class HostPhysics:

@@ -51,6 +51,7 @@ REPORT_EVERY = 100  # steps of all worlds between two reports, in which the host
 # perf[capture] what an iteration returns, in order
 TD3_LOSSES = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "qf_loss", "actor_loss")
 ASSETS = Path(gym.__file__).parent / "envs/mujoco/assets"  # Gymnasium's models
+FORCES = {"cacc", "cfrc_int", "cfrc_ext"}  # arrays that a step of MuJoCo leaves out
 
 
 @dataclass
@@ -223,9 +224,6 @@ ROBOTS |= {"Humanoid-v5": Humanoid}
 def read_row(data: mujoco.MjData, names: list[str]) -> np.ndarray:
     """The state of a world as one row (S,)."""
     return np.concatenate([getattr(data, name).ravel() for name in names])
-
-
-FORCES = {"cacc", "cfrc_int", "cfrc_ext"}  # arrays that a step of MuJoCo leaves out
 
 
 class HostPhysics:
