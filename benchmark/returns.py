@@ -50,6 +50,7 @@ class Args:
     total_timesteps: int = 1_000_000
     flags: str = ""  # more flags of the script, in one string; they are recorded in place of the mode
     patch: Path | None = None  # applied to a copy; its name is recorded in place of the mode
+    play: int = 0  # games that play.py plays with the policy, in Gymnasium's env and without noise
     out: Path = RESULTS  # returns.csv, and a file for each curve in curves/, go there
 
 
@@ -78,7 +79,7 @@ def learning_curve(step: np.ndarray, seconds: np.ndarray, value: np.ndarray, tot
 
 
 def run_script(script: str, env_id: str, seed: int, mode: str, folder: str, args: Args) -> tuple:
-    """Trains in a fresh process: step, seconds and return of each episode, and the mean return of the last 100."""
+    """Trains in a fresh process: step, seconds, return of each episode; means of the last 100 and of played games."""
     patch = args.patch
     _, flags = CATALOG[script].modes[mode]
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mode[0]}"] if mode in RANKS else []
@@ -98,7 +99,16 @@ def run_script(script: str, env_id: str, seed: int, mode: str, folder: str, args
     episodes = events.Scalars("charts/episodic_return")
     seconds = np.array([e.wall_time for e in episodes]) - events.FirstEventTimestamp()
     step, value = np.array([(e.step, e.value) for e in episodes]).T
-    return step.astype(int), seconds, value, summary["metrics"]["episodic_return"]
+    return step.astype(int), seconds, value, summary["metrics"]["episodic_return"], played(run_dir, args.play)
+
+
+def played(run_dir: Path, episodes: int) -> str:
+    """The mean return of games that play.py plays with the policy of a run; empty if it plays none."""
+    if not episodes:
+        return ""
+    command = [sys.executable, "-W", "ignore", ROOT / "leanrl/play.py", run_dir / "policy.pt2", "--episodes", episodes]
+    output = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
+    return f"{json.loads(output.splitlines()[-1])['mean']:.6g}"
 
 
 def run_peer(script: str, env_id: str, seed: int, mode: str, folder: str, args: Args) -> tuple:
@@ -115,7 +125,7 @@ def run_peer(script: str, env_id: str, seed: int, mode: str, folder: str, args: 
         episodes.append([length.cumsum() * len(paths), seconds, value])
     step, seconds, value = np.concatenate(episodes, 1)
     order = step.argsort(kind="stable")
-    return step[order].astype(int), seconds[order], value[order], value[order][-100:].mean()
+    return step[order].astype(int), seconds[order], value[order], value[order][-100:].mean(), ""
 
 
 def recorded(mode: str, args: Args) -> str:
@@ -128,15 +138,16 @@ def run(script: str, env_id: str, seed: int, mode: str, args: Args):
     total_timesteps, here = args.total_timesteps, machine()
     train = run_peer if mode in CATALOG[script].peers else run_script
     with tempfile.TemporaryDirectory() as folder:
-        step, seconds, value, episodic_return = train(script, env_id, seed, mode, folder, args)
+        step, seconds, value, episodic_return, mean_played = train(script, env_id, seed, mode, folder, args)
     mode = recorded(mode, args)
     curve = learning_curve(step, seconds, value, total_timesteps)
     name = re.sub("[/:]", "_", f"{script}__{env_id}__{total_timesteps}__{mode}.csv").replace(" ", "-")
     row = {"script": script, "env_id": env_id, "mode": mode, "seed": seed, "steps": total_timesteps}
     row |= {"episodic_return": f"{episodic_return:.6g}", "minutes": f"{float(curve[-1]['seconds']) / 60:.1f}"}
     row |= {"device": here["gpu"] or here["cpu"], "torch": here["torch"], "commit": here["commit"]}
+    row |= {"date": date.today().isoformat(), "played": mean_played}
     append_csv(args.out / "curves" / name, [{"seed": seed} | row for row in curve])
-    append_csv(args.out / "returns.csv", [row | {"date": date.today().isoformat()}])
+    append_csv(args.out / "returns.csv", [row])
 
 
 def main(args: Args):

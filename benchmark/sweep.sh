@@ -21,7 +21,8 @@ $run ppo --env-ids LunarLander-v3 MountainCar-v0 --seeds $(seq 5)
 $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
 $run ppo_continuous_action --modes eager
 for script in ppo_continuous_action ppo_mujoco; do $run $script --env-ids HalfCheetah-v5 --seeds $(seq 5); done
-$run ppo_mujoco --env-ids HalfCheetah-v5 Hopper-v5 Walker2d-v5 --total-timesteps 5000000
+$run ppo_mujoco --env-ids HalfCheetah-v5 --total-timesteps 20000000 --play 10
+$run ppo_mujoco --env-ids Hopper-v5 Walker2d-v5 --total-timesteps 5000000 --play 10
 for flags in "--num-steps 24 --ent-coef 0.005 --vf-coef 1 --clip-vloss --max-grad-norm 1" \
   "--num-minibatches 32 --update-epochs 4 --learning-rate 3e-4 --ent-coef 0.001" "--update-epochs 10" \
   "--num-minibatches 16 --learning-rate 3e-4"; do
@@ -29,7 +30,7 @@ for flags in "--num-steps 24 --ent-coef 0.005 --vf-coef 1 --clip-vloss --max-gra
 done
 hopper="--num-minibatches 4 --learning-rate 1e-3" # the defaults, which the published runs of Hopper do not have
 $run ppo_mujoco --env-ids Hopper-v5 --total-timesteps 5000000 --flags="$hopper" --out benchmark/results/sweep
-$run td3_mujoco --env-ids HalfCheetah-v5 --total-timesteps 1500000
+$run td3_mujoco --env-ids HalfCheetah-v5 --total-timesteps 1500000 --play 10
 $run td3_continuous_action --env-ids HalfCheetah-v5 --total-timesteps 150000 --modes compile sb3
 for script in td3 sac; do
   $run ${script}_continuous_action --total-timesteps 200000 $modes

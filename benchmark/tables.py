@@ -397,26 +397,42 @@ def in_order(group: tuple) -> tuple:
 
 
 def return_rows() -> list[tuple[str, ...]]:
-    """(script, env_id, steps, mode, seeds, mean ± std, published) for each group of recorded runs, in order."""
+    """(script, env_id, steps, mode, seeds, mean ± std, played, published) for each group of recorded runs, in order."""
     published = {}
     for row in read_csv(ROOT / "benchmark" / "published.csv"):
         shown = f"{mean_std(float(row['mean']), float(row['std']))} ({row['source']})"
         published[row["script"], row["env_id"], row["steps"]] = shown  # never beside a run of another length
     groups = defaultdict(dict)
+    played = defaultdict(list)
     for run in read_csv(RESULTS / "returns.csv"):
-        groups[run["script"], run["env_id"], run["steps"], run["mode"]][run["seed"]] = float(run["episodic_return"])
+        key = run["script"], run["env_id"], run["steps"], run["mode"]
+        groups[key][run["seed"]] = float(run["episodic_return"])
+        if run["played"]:
+            played[key].append(float(run["played"]))
     rows = []
-    for (script, env_id, steps, mode), returns in sorted(groups.items(), key=in_order):
+    for key, returns in sorted(groups.items(), key=in_order):
+        script, env_id, steps, mode = key
         values = np.array(list(returns.values()))
         shown = mean_std(values.mean(), values.std(ddof=1) if len(values) > 1 else None) + many_seeds(values.tolist())
         beside = published.get((script, env_id, steps), "")
-        rows.append((script, env_id, f"{int(steps):,}", mode, " ".join(sorted(returns, key=int)), shown, beside))
+        in_games = ", ".join(mean_std(value, None) for value in played[key])
+        seeds = " ".join(sorted(returns, key=int))
+        rows.append((script, env_id, f"{int(steps):,}", mode, seeds, shown, in_games, beside))
     return rows
 
 
 def returns(only: str | None = None) -> str:
     """Mean and standard deviation over seeds, beside the published ones, of all scripts, or of one with less detail."""
-    columns = ["script", "environment", "steps", "mode", "seeds", "return", "published (CleanRL: 3 seeds)"]
+    columns = [
+        "script",
+        "environment",
+        "steps",
+        "mode",
+        "seeds",
+        "return",
+        "each, by play.py",
+        "published (CleanRL: 3 seeds)",
+    ]
     if only:
         rows = [(*row[1:4], str(len(row[4].split())), *row[5:]) for row in return_rows() if row[0] == only]
         return markdown(columns[1:], rows)

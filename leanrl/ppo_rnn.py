@@ -436,9 +436,9 @@ def save_checkpoint(run_dir: Path, args: Args, kept: dict):
 
 def load_checkpoint(args: Args) -> dict:
     """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
-    free = "exp_name total_timesteps resume torch_deterministic cuda compile cudagraphs bf16 async_envs".split()
+    free = "exp_name total_timesteps resume torch_deterministic cuda compile cudagraphs bf16 async_envs track".split()
     free += "env_groups act_on ddp backend timeout worker_timeout worker_threads ray_address tf32 save_model".split()
-    free += "checkpoint_interval track wandb_project_name wandb_entity nconmax njmax cut_graph".split()
+    free += "checkpoint_interval wandb_project_name wandb_entity nconmax njmax cut_graph graph_conditional".split()
     settings = {"script": Path(__file__).stem} | asdict(args)
     paths = [args.resume] if args.resume else []
     if args.resume == "auto":

@@ -58,6 +58,7 @@ class Args:
     physics: Literal["auto", "warp", "host"] = "auto"  # MuJoCo Warp, or C MuJoCo on the cores; auto: by device
     nconmax: int | None = None  # contacts of a world that Warp has memory for; default: Warp's guess
     njmax: int | None = None  # constraints of a world that Warp has memory for; default: Warp's guess
+    graph_conditional: bool = True  # let Warp's solver stop early inside a CUDA graph, which needs CUDA 12.4
     total_timesteps: int = 1_000_000  # env steps, summed over all worlds
     learning_rate: float = 1e-3  # learning rate of the actor and the critics
     weight_decay: float = 0.1  # weight decay of AdamW
@@ -266,6 +267,7 @@ class WarpPhysics:
         with warp.ScopedDevice(str(device)):
             self.model = mujoco_warp.put_model(model)
             self.model.opt.warn_overflow = 0  # the report tells
+            self.model.opt.graph_conditional = args.graph_conditional
             self.data = mujoco_warp.make_data(model, nworld=num_envs, nconmax=args.nconmax, njmax=args.njmax)
         self.views = [warp.to_torch(getattr(self.data, name)).flatten(1) for name in names]
         self.ctrl = warp.to_torch(self.data.ctrl)
@@ -751,9 +753,9 @@ def save_checkpoint(run_dir: Path, args: Args, kept: dict):
 
 def load_checkpoint(args: Args) -> dict:
     """The checkpoint that --resume names; "auto": the newest of this script, env, seed and settings."""
-    free = "exp_name total_timesteps resume torch_deterministic cuda compile cudagraphs bf16 async_envs".split()
+    free = "exp_name total_timesteps resume torch_deterministic cuda compile cudagraphs bf16 async_envs track".split()
     free += "env_groups act_on ddp backend timeout worker_timeout worker_threads ray_address tf32 save_model".split()
-    free += "checkpoint_interval track wandb_project_name wandb_entity nconmax njmax cut_graph".split()
+    free += "checkpoint_interval wandb_project_name wandb_entity nconmax njmax cut_graph graph_conditional".split()
     settings = {"script": Path(__file__).stem} | asdict(args)
     paths = [args.resume] if args.resume else []
     if args.resume == "auto":

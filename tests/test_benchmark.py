@@ -550,7 +550,12 @@ def test_the_phases_of_a_run_add_up():
 def test_runs_of_other_lengths_have_curves_of_their_own(monkeypatch, own_folder):
     """A run as often as its length is new."""
 
-    def train(command, cwd, check, env):
+    def run(command, **options):
+        if "--episodes" in command:
+            return SimpleNamespace(stdout=f'a line\n{{"mean": {command[-1]}}}')
+        train(command, options["cwd"])
+
+    def train(command, cwd):
         total_timesteps = int(command[command.index("--total-timesteps") + 1])
         with SummaryWriter(f"{cwd}/runs/x") as writer:
             for step in (8, total_timesteps // 2, total_timesteps):
@@ -558,16 +563,20 @@ def test_runs_of_other_lengths_have_curves_of_their_own(monkeypatch, own_folder)
         with open(f"{cwd}/runs/x/summary.json", "w") as file:
             json.dump({"metrics": {"episodic_return": total_timesteps / 1000}}, file)
 
-    monkeypatch.setattr(returns.subprocess, "run", train)
+    monkeypatch.setattr(returns.subprocess, "run", run)
     monkeypatch.setattr(returns, "machine", lambda: HERE)
     monkeypatch.setattr(plot, "RESULTS", own_folder)
-    for steps in (2000, 4000, 2000):
-        returns.main(returns.Args("ppo_atari_envpool", ("Pong-v5",), (1,), total_timesteps=steps, out=own_folder))
+    monkeypatch.setattr(tables, "RESULTS", own_folder)
+    for steps, play in ((2000, 0), (4000, 7), (2000, 0)):
+        returns.main(
+            returns.Args("ppo_atari_envpool", ("Pong-v5",), (1,), total_timesteps=steps, play=play, out=own_folder)
+        )
     for steps in (2000, 4000):
         curve = results.read_csv(own_folder / f"curves/ppo_atari_envpool__Pong-v5__{steps}__compile.csv")
         assert [int(row["step"]) for row in curve] == [steps // 100, steps // 2, steps]
         assert float(curve[-1]["episodic_return"]) == steps / 1000
     assert [row["steps"] for row in results.read_csv(own_folder / "returns.csv")] == ["2000", "4000"]
+    assert [row[5:7] for row in tables.return_rows()] == [("2.0", ""), ("4.0", "7.0")]
     plot.curves("ppo_atari_envpool", own_folder / "x.png")
     assert (own_folder / "x.png").stat().st_size > 5000
 
@@ -578,7 +587,7 @@ def test_the_curve_of_a_peer_is_that_of_its_monitor(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(returns, "best_threads", lambda run: 1)
     monkeypatch.setattr(returns.subprocess, "run", lambda command, env, check: seen.append((command, env)))
-    step, seconds, value, last = returns.run_peer(
+    step, seconds, value, last, _ = returns.run_peer(
         "dqn", "CartPole-v1", 3, "sbx", str(tmp_path), returns.Args(total_timesteps=5000)
     )
     assert (step.tolist(), seconds.tolist(), value.tolist(), last) == ([100, 150], [2, 3], [1.5, 2.5], 2)

@@ -53,10 +53,10 @@ OF_SLICES = {"hidden_size", "state_interval", "burn_in", "seq_length"}
 OF_FAST_TD3 = {"weight_decay", "num_updates", "num_steps", "num_atoms", "v_min", "v_max", "std_min", "std_max"}
 OURS_OF = {
     "_torchcompile": {"compile", "cudagraphs"},
-    "ppo_mujoco": {"physics", "nconmax", "njmax"},
-    "ppo_mujoco_torchcompile": {"physics", "nconmax", "njmax", "cut_graph"},
-    "td3_mujoco": {"physics", "nconmax", "njmax"} | OF_FAST_TD3,
-    "td3_mujoco_torchcompile": {"physics", "nconmax", "njmax", "cut_graph"} | OF_FAST_TD3,
+    "ppo_mujoco": {"physics", "nconmax", "njmax", "graph_conditional"},
+    "ppo_mujoco_torchcompile": {"physics", "nconmax", "njmax", "graph_conditional", "cut_graph"},
+    "td3_mujoco": {"physics", "nconmax", "njmax", "graph_conditional"} | OF_FAST_TD3,
+    "td3_mujoco_torchcompile": {"physics", "nconmax", "njmax", "graph_conditional", "cut_graph"} | OF_FAST_TD3,
     "ppo_lru": {"hidden_size", "reward_scale"},
     "ppo_lru_torchcompile": {"hidden_size", "reward_scale"},
     "ppo_rnn": {"cell", "hidden_size", "reward_scale"},

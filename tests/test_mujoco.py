@@ -1,7 +1,9 @@
 """MuJoCo's worlds: Gymnasium's numbers from either engine, and nothing that one world does to another."""
 
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -152,6 +154,46 @@ def test_a_recorded_step_of_warp_is_that_of_its_launches():
     twin.record(recorded.physics)
     state, ctrl = env.starts[:3], torch.full((3, 6), 0.5)
     assert (env.physics.step(state, ctrl) == recorded.physics.step(state, ctrl)).all()
+
+
+def test_a_graph_of_pytorch_takes_the_launches_of_warp_and_not_its_graph(monkeypatch):
+    """CUDA lets no captured stream launch a graph; after the capture, steps replay Warp's own graph again."""
+    done = []
+
+    class Capture:
+        graph = "the graph"
+
+        def __init__(self, **options):
+            self.options = options
+
+        def __enter__(self):
+            done.append(("begin", self.options))
+            return self
+
+        def __exit__(self, *_):
+            done.append("end")
+
+    launch = partial(done.append, "launch")
+    wp = SimpleNamespace(ScopedCapture=Capture, get_stream=lambda: "the stream", capture_launch=done.append)
+    physics = SimpleNamespace(wp=wp, launch=launch, is_cuda=True, data=SimpleNamespace(qpos=torch.zeros(1)))
+    captures = [False, True, False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures.pop(0))
+    load("ppo_mujoco_torchcompile").record(physics)
+    assert done == ["launch", ("begin", {"device": CPU}), "launch", "end"]
+    done.clear()
+    for _ in range(3):
+        physics.launch()
+    within = [("begin", {"stream": "the stream", "external": True}), "launch", "end"]
+    assert done == ["the graph", *within, "the graph"]
+
+
+def test_warps_solver_may_make_all_iterations():
+    """Without conditional nodes in a graph, for drivers that lack them: the same numbers."""
+    fixed = worlds("Hopper-v5", "warp", 2, graph_conditional=False)
+    early = worlds("Hopper-v5", "warp", 2)
+    assert early.physics.model.opt.graph_conditional and not fixed.physics.model.opt.graph_conditional
+    state, ctrl = early.starts[:2], torch.full((2, 3), 0.5)
+    torch.testing.assert_close(fixed.physics.step(state, ctrl), early.physics.step(state, ctrl), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MUJOCO)
