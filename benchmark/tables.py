@@ -213,7 +213,8 @@ def ablation() -> str:
         for row in table["rows"]:
             ratio, low, high = row["ratio"]
             how = turns(row) + (f" of {row['steps']:,} steps" if "steps" in row else "")  # older rows lack them
-            rows.append((table["script"], row["variant"], f"{ratio:.2f}", f"{low:.2f} - {high:.2f}", how))
+            shown = "-" if low == high else f"{low:.2f} - {high:.2f}"  # a single slice has no interval
+            rows.append((table["script"], row["variant"], f"{ratio:.2f}", shown, how))
     columns = ["script", "change", "speed, relative to the script as it is", "95 % interval", "measured"]
     return "\n".join([markdown(columns, rows), "", "Measured on:", "", *measured_on("ablate")])
 
