@@ -50,6 +50,7 @@ class Args:
     report_interval: int | None = None  # env steps (rollouts, with envs on the device) between two reports
     flags: str = ""  # more flags of the script, in one string
     monitor: str | None = None  # folder for the episodes of a peer
+    learning_starts: int = LEARNING_STARTS  # env steps of random actions, off-policy
 
 
 class Enough(Exception):
@@ -169,7 +170,7 @@ def run_script(args: Args) -> dict:
     flags = [*CATALOG[args.script].modes[args.mode][1], "--exp-name", args.mode]
     flags += ["--total-timesteps", args.steps, "--env-id", args.env_id, "--seed", args.seed]
     flags += ["--no-save-model"] if hasattr(script.Args, "save_model") else []
-    flags += ["--learning-starts", LEARNING_STARTS] if hasattr(script.Args, "learning_starts") else []
+    flags += ["--learning-starts", args.learning_starts] if hasattr(script.Args, "learning_starts") else []
     flags += shlex.split(args.flags)
     if args.report_interval:
         script.REPORT_INTERVAL = script.REPORT_EVERY = args.report_interval
@@ -202,7 +203,7 @@ def run_peer(args: Args) -> dict:
 
     _, train = CATALOG[args.script].peers[args.mode]
     with suppress(Enough):
-        train(args.env_id, args.seed, args.steps, on_report, args.monitor)
+        train(args.env_id, args.seed, args.steps, on_report, args.monitor, learning_starts=args.learning_starts)
     return speed(marks) | {"rates": rates}
 
 

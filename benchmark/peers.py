@@ -25,7 +25,7 @@ LSTM = {
 }
 RECURRENT_PPO_SETTINGS = PPO_SETTINGS | {"n_steps": 128, "batch_size": 32 * 128 // 4, "n_epochs": 4}
 RECURRENT_PPO_SETTINGS |= {"learning_rate": 1e-3, "ent_coef": 0.01, "policy_kwargs": LSTM}
-OFF_POLICY_SETTINGS = {"gamma": 0.99, "gradient_steps": 1, "learning_starts": LEARNING_STARTS}
+OFF_POLICY_SETTINGS = {"gamma": 0.99, "gradient_steps": 1}
 CONTINUOUS_SETTINGS = OFF_POLICY_SETTINGS | {"learning_rate": 3e-4, "buffer_size": 1_000_000, "batch_size": 256}
 CONTINUOUS_SETTINGS |= {"tau": 0.005, "train_freq": 1, "policy_kwargs": {"net_arch": [256, 256]}}
 TD3_SETTINGS = CONTINUOUS_SETTINGS | {"policy_delay": 2}
@@ -79,6 +79,7 @@ def train(
     policy: str = "MlpPolicy",
     num_envs: int = 1,
     by_envpool: bool = False,
+    learning_starts: int = LEARNING_STARTS,
 ):
     """Trains; reports once per rollout of PPO, and every 500 steps of learning off-policy.
 
@@ -102,6 +103,8 @@ def train(
     if algorithm == "TD3":
         (dims,) = envs.action_space.shape
         settings = settings | {"action_noise": NormalActionNoise(np.zeros(dims), np.full(dims, 0.1))}
+    if "gradient_steps" in settings:  # off-policy
+        settings = settings | {"learning_starts": learning_starts}
     if (library, algorithm) == ("sbx", "SAC"):  # Stable-Baselines3 has one rate for all
         settings = settings | {"qf_learning_rate": 1e-3}
     learning_starts = settings.get("learning_starts", 0)

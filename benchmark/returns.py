@@ -117,6 +117,8 @@ def run_peer(script: str, env_id: str, seed: int, mode: str, folder: str, args: 
     environment = replace(run, threads=best_threads(run)).environment()
     command = [sys.executable, "-W", "ignore", ROOT / "benchmark" / "measure.py", script, "--mode", mode]
     command += ["--env-id", env_id, "--seed", seed, "--steps", args.total_timesteps, "--monitor", folder]
+    ours = re.search(r"learning_starts: int = ([\d_]+)", file_of(script, "eager").read_text())
+    command += ["--learning-starts", ours[1]] if ours else []
     subprocess.run([str(part) for part in command], check=True, env=environment)
     paths = list(Path(folder).glob("*.monitor.csv"))
     episodes = []  # step, seconds, value; all envs step together

@@ -595,6 +595,7 @@ def test_the_curve_of_a_peer_is_that_of_its_monitor(monkeypatch, tmp_path):
     assert env["OMP_NUM_THREADS"] == "1" and "eigen=false intra_op_parallelism_threads=1" in env["XLA_FLAGS"]
     args = tyro.cli(measure.Args, args=command[4:])
     assert (args.mode, args.steps, args.seed, args.monitor) == ("sbx", 5000, 3, str(tmp_path))
+    assert args.learning_starts == load("dqn").Args().learning_starts > peers.LEARNING_STARTS
 
 
 # ---------- results and documents ----------
