@@ -19,8 +19,7 @@ from tables import blocks, is_ours, minutes, ppo_rows, where
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "benchmark" / "notebook.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS, PEER, PLAIN = "#2b6cb0", "#a0aec0", "#c05621"
-COLORS = {"eager": PLAIN, "compile+bf16": "#2f855a", "no memory": "#718096", "jax": "#805ad5", "sb3 contrib": "#d69e2e"}
-COLORS |= {"compile annealed over 10M": "#319795", "eager annealed over 10M": "#d53f8c"}
+COLORS = {"eager": PLAIN, "no memory": "#718096", "jax": "#805ad5", "sb3 contrib": "#d69e2e"}
 
 
 @contextmanager

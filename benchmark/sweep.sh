@@ -14,15 +14,14 @@ for tool in phases ablate scans efficiency worlds; do python benchmark/$tool.py 
 for tool in saving steps; do python benchmark/$tool.py; done
 
 # returns
-run="python benchmark/returns.py" modes="--modes eager compile compile+bf16" jax="--modes compile jax"
+run="python benchmark/returns.py" jax="--modes compile jax"
 $run ppo --env-ids CartPole-v1 Acrobot-v1 --total-timesteps 500000 --seeds $(seq 5)
 # LunarLander needs: pip install box2d==2.3.10
 $run ppo --env-ids LunarLander-v3 MountainCar-v0 --seeds $(seq 5)
 $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
-$run ppo_continuous_action --modes eager
 for script in ppo_continuous_action ppo_mujoco; do $run $script --env-ids HalfCheetah-v5 --seeds $(seq 5); done
 $run ppo_mujoco --env-ids HalfCheetah-v5 --total-timesteps 20000000 --play 10
-$run ppo_mujoco --env-ids Hopper-v5 Walker2d-v5 --total-timesteps 5000000 --play 10
+$run ppo_mujoco --env-ids HalfCheetah-v5 Hopper-v5 Walker2d-v5 --total-timesteps 5000000 --play 10
 for flags in "--num-steps 24 --ent-coef 0.005 --vf-coef 1 --clip-vloss --max-grad-norm 1" \
   "--num-minibatches 32 --update-epochs 4 --learning-rate 3e-4 --ent-coef 0.001" "--update-epochs 10" \
   "--num-minibatches 16 --learning-rate 3e-4"; do
@@ -32,10 +31,7 @@ hopper="--num-minibatches 4 --learning-rate 1e-3" # the defaults, which the publ
 $run ppo_mujoco --env-ids Hopper-v5 --total-timesteps 5000000 --flags="$hopper" --out benchmark/results/sweep
 $run td3_mujoco --env-ids HalfCheetah-v5 --total-timesteps 1500000 --play 10
 $run td3_continuous_action --env-ids HalfCheetah-v5 --total-timesteps 150000 --modes compile sb3
-for script in td3 sac; do
-  $run ${script}_continuous_action --total-timesteps 200000 $modes
-  $run ${script}_continuous_action --seeds 1
-done
+$run sac_continuous_action --total-timesteps 200000
 $run dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds $(seq 10)
 $run dqn --env-ids Acrobot-v1 --total-timesteps 500000
 memory="--total-timesteps 300000 --env-ids"
@@ -51,14 +47,7 @@ $run ppo_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(se
 $run pqn_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
 $run pqn_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
 $run a2c_device_env --env-ids CartPole-v1 --total-timesteps 5000000 --seeds $(seq 5) $jax
-$run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --modes compile compile+bf16 --seeds $(seq 10)
-for steps in 1000000 2500000; do $run ppo_atari_envpool --env-ids Pong-v5 --total-timesteps $steps $modes; done
-long="ppo_atari_envpool --env-ids Pong-v5 --total-timesteps 2500000"
-for mode in eager compile; do
-  $run $long --modes $mode --patch benchmark/schedules/$mode-annealed-over-10M.patch # as published
-done
-$run ppo_atari_multigpu --env-ids Pong-v5 --modes "2 ranks" --seeds 1
+$run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --seeds $(seq 10)
 $run ppo_continuous_action_ray
-$run ppo_atari_ray --env-ids Pong-v5
 
 exec python benchmark/plot.py

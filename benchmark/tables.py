@@ -185,7 +185,7 @@ def gpu_claim() -> str:
     text = (
         f"On an {found[0]['machine']['gpu']}, CUDA graphs raise the speed of the compiled file from {', '.join(gains)}"
     )
-    return f"{text}, in one short run each ([more](docs/gpu.md))."
+    return f"{text} env steps a second, in one short run each ([more](docs/gpu.md))."
 
 
 def scaling() -> str:
@@ -476,45 +476,17 @@ def sweep(script: str) -> str:
     return markdown(["environment", "steps", "flags", "seeds", "return of each"], rows)
 
 
-def bf16(script: str, env_id: str, steps: str) -> str:
-    """Returns without and with --bf16, and their difference with a 95 % bootstrap interval."""
-    modes, rng = ("compile", "compile+bf16"), np.random.default_rng(0)
-    ends, whole = [], []  # a row a mode: the last 100 episodes, and the curve's mean, of each seed
-    for mode in modes:
-        key = (script, env_id, steps, mode)
-        runs = [
-            r for r in read_csv(RESULTS / "returns.csv") if (r["script"], r["env_id"], r["steps"], r["mode"]) == key
-        ]
-        curve = read_csv(RESULTS / "curves" / f"{'__'.join(key)}.csv")
-        of_seeds = [[float(row["episodic_return"]) for row in curve if row["seed"] == run["seed"]] for run in runs]
-        ends.append([float(run["episodic_return"]) for run in runs])
-        whole.append([np.mean(of_seed) for of_seed in of_seeds])
+def earlier() -> str:
+    """Returns of runs that took hours, each group with the commits of the scripts that made them."""
+    groups = defaultdict(list)
+    for run in read_csv(RESULTS / "earlier.csv"):
+        groups[run["script"], run["env_id"], run["steps"], run["mode"]].append(run)
     rows = []
-    for name, values in (("of the last 100 episodes", ends), ("over the whole run", whole)):
-        without, rounded = (rng.choice(v, (10_000, len(v))).mean(1) for v in values)
-        low, high = np.percentile(rounded - without, [2.5, 97.5])
-        digits = 2 if abs(np.mean(values[0])) < 100 else 0
-        cells = [f"{np.mean(v):.{digits}f} ± {np.std(v, ddof=1):.{digits}f} ({len(v)} seeds)" for v in values]
-        difference = np.mean(values[1]) - np.mean(values[0])
-        rows.append((name, *cells, f"{difference:.{digits}f}", f"{low:.{digits}f} to {high:.{digits}f}"))
-    return markdown(["mean return", *modes, "difference", "95 % interval"], rows)
-
-
-def pong() -> str:
-    """The first quarter of Pong's 10,000,000 steps: mean return of the 100,000 steps before each row's."""
-    cleanrl = {1_000_000: -11.5, 2_500_000: 15.5}  # read off the curve that it publishes, by hand
-    rows = []
-    for steps, published in cleanrl.items():
-        cells = [f"{steps:,}"]
-        for mode in ("eager", "compile"):
-            name = f"ppo_atari_envpool__Pong-v5__2500000__{mode}-annealed-over-10M.csv"
-            returns_of = defaultdict(list)
-            for row in read_csv(RESULTS / "curves" / name):
-                if steps - 100_000 < int(row["step"]) <= steps:
-                    returns_of[row["seed"]] += [float(row["episodic_return"])] * int(row["episodes"])
-            cells.append(", ".join(f"{fmean(returns_of[seed]):.1f}" for seed in sorted(returns_of)) or "-")
-        rows.append((*cells, str(published)))
-    return markdown(["steps of 10,000,000", "eager", "compile", "CleanRL"], rows)
+    for (script, env_id, steps, mode), runs in sorted(groups.items(), key=in_order):
+        values = ", ".join(mean_std(float(run["episodic_return"]), None) for run in runs)
+        commits = " ".join(sorted({run["commit"] for run in runs}))
+        rows.append((script, env_id, f"{int(steps):,}", mode, values, commits))
+    return markdown(["script", "environment", "steps", "mode", "return of each seed", "commits"], rows)
 
 
 # ---------- what stands in the documents between <!-- NAME --> and <!-- end --> ----------
@@ -525,17 +497,14 @@ APPO = "--num-minibatches=1 --update-epochs=2"
 
 def blocks() -> dict[str, Callable[[], str]]:
     """What each name stands for."""
-    named = {"claim": claim, "best": best, "ablation": ablation, "phases": phases, "scaling": scaling, "pong": pong}
+    named = {"claim": claim, "best": best, "ablation": ablation, "phases": phases, "scaling": scaling}
     named |= {"saving": saving, "steps": steps, "scans": scans, "ray": ray, "returns": returns, "lowered": lowered}
     named |= {"processes": processes, "gpu": gpu, "gpu claim": gpu_claim, "worlds": worlds}
-    named["latency"] = latency
+    named |= {"latency": latency, "earlier": earlier}
     named["speed"] = lambda: speed(first_of_each_script())
     named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])
     for name, value in {"impala": IMPALA, "appo": APPO}.items():
         named[f"speed {name}"] = lambda value=value: speed(tables("speed", flags=value))
-    named["bf16"] = lambda: bf16("ppo_atari_envpool", "Breakout-v5", "150000")
-    for name in ("td3", "sac"):
-        named[f"bf16 {name}"] = lambda name=name: bf16(f"{name}_continuous_action", "HalfCheetah-v4", "200000")
     for script in CATALOG:
         named[f"returns {script}"] = lambda script=script: returns(script)
     named["minutes"] = lambda: against_minutes("HalfCheetah-v5", (2, 4, 8, 16))

@@ -493,13 +493,6 @@ def test_a_patch_that_does_not_apply_says_so(tmp_path):
         runs.patched("sac_continuous_action", "compile", ablate.ABLATIONS / "dqn" / "ring.patch", tmp_path / "copy")
 
 
-def test_the_published_schedule_of_atari_can_be_had(tmp_path):
-    for mode in ("eager", "compile"):
-        patch = ROOT / "benchmark" / "schedules" / f"{mode}-annealed-over-10M.patch"
-        path = runs.patched("ppo_atari_envpool", mode, patch, tmp_path / mode)
-        assert "args.learning_rate * (1 - iteration * batch_size / 10_000_000)" in path.read_text()
-
-
 def test_ablation_pairs_slices_and_starts_cold_once(monkeypatch, tmp_path):
     """A machine that loses a tenth of its speed from slice to slice: what a trick is worth comes out exactly."""
     script, started = "td3_continuous_action", []
@@ -712,7 +705,7 @@ def test_returns_against_minutes_are_of_the_newest_bin_by_then(tmp_path, monkeyp
 def test_returns_stand_beside_published_ones_of_equal_length():
     """And CleanRL's JAX scripts end elsewhere than its scripts in PyTorch."""
     rows = {(script, steps): beside for script, _, steps, *_, beside in tables.return_rows()}
-    assert rows["td3_continuous_action", "200,000"] == "" and "±" in rows["td3_continuous_action", "1,000,000"]
+    assert rows["td3_continuous_action", "150,000"] == "" and "±" in rows["dqn", "500,000"]
     for row in results.read_csv(ROOT / "benchmark" / "published.csv"):
         assert row["source"] in ("CleanRL", "RL Zoo")
     assert tables.many_seeds([1.0, 2.0, 3.0, 4.0, 1000.0]).startswith("; IQM 3.0 [")  # an outlier does not move it

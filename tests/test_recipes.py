@@ -62,6 +62,6 @@ def test_the_network_and_the_metric_of_the_page():
 @pytest.mark.long
 def test_legs_of_training_keep_the_best_policy(capfd):
     Path("leanrl").symlink_to(ROOT / "leanrl")
-    exec(block("scores = {}").replace("50_000", "4_096").replace("200_001", "8_193").replace("50000", "4096"), {})
+    exec(block("scores = {}").replace("51_200", "4_096").replace("204_801", "8_193").replace("51200", "4096"), {})
     assert "the best policy is runs/CartPole-v1__ppo__1__" in capfd.readouterr().out
     assert len(list(Path("runs").iterdir())) == 2
