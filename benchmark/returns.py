@@ -103,12 +103,15 @@ def run_script(script: str, env_id: str, seed: int, mode: str, folder: str, args
 
 
 def played(run_dir: Path, episodes: int) -> str:
-    """The mean return of games that play.py plays with the policy of a run; empty if it plays none."""
+    """The mean return of games that play.py plays with the policy of a run; empty if it plays none, or fails."""
     if not episodes:
         return ""
     command = [sys.executable, "-W", "ignore", ROOT / "leanrl/play.py", run_dir / "policy.pt2", "--episodes", episodes]
-    output = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
-    return f"{json.loads(output.splitlines()[-1])['mean']:.6g}"
+    process = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if process.returncode:  # hours of training are recorded all the same
+        print(process.stderr, file=sys.stderr)
+        return ""
+    return f"{json.loads(process.stdout.splitlines()[-1])['mean']:.6g}"
 
 
 def run_peer(script: str, env_id: str, seed: int, mode: str, folder: str, args: Args) -> tuple:
