@@ -545,7 +545,7 @@ def test_runs_of_other_lengths_have_curves_of_their_own(monkeypatch, own_folder)
 
     def run(command, **options):
         if "--episodes" in command:
-            return SimpleNamespace(stdout=f'a line\n{{"mean": {command[-1]}}}')
+            return SimpleNamespace(returncode=0, stdout=f'a line\n{{"mean": {command[-1]}}}')
         train(command, options["cwd"])
 
     def train(command, cwd):
