@@ -21,7 +21,7 @@ $run ppo --env-ids LunarLander-v3 MountainCar-v0 --seeds $(seq 5)
 $run ppo_continuous_action --env-ids HalfCheetah-v4 Walker2d-v4 Hopper-v4
 for script in ppo_continuous_action ppo_mujoco; do $run $script --env-ids HalfCheetah-v5 --seeds $(seq 5); done
 $run ppo_mujoco --env-ids HalfCheetah-v5 --total-timesteps 20000000 --play 10
-$run ppo_mujoco --env-ids HalfCheetah-v5 Hopper-v5 Walker2d-v5 --total-timesteps 5000000 --play 10
+$run ppo_mujoco --env-ids Hopper-v5 Walker2d-v5 --total-timesteps 5000000 --play 10
 for flags in "--num-steps 24 --ent-coef 0.005 --vf-coef 1 --clip-vloss --max-grad-norm 1" \
   "--num-minibatches 32 --update-epochs 4 --learning-rate 3e-4 --ent-coef 0.001" "--update-epochs 10" \
   "--num-minibatches 16 --learning-rate 3e-4"; do
