@@ -273,8 +273,9 @@ class WarpPhysics:
 
     def on_stream(self):
         """In a with block, Warp launches on PyTorch's stream."""
-        stream = self.wp.stream_from_torch(torch.cuda.current_stream()) if self.is_cuda else None
-        return self.wp.ScopedStream(stream, sync_enter=False)
+        if self.is_cuda:
+            return self.wp.ScopedStream(self.wp.stream_from_torch(torch.cuda.current_stream()), sync_enter=False)
+        return self.wp.ScopedDevice("cpu")  # Warp's default is a GPU if there is one
 
     def launch(self):
         """Starts the kernels of an env step."""
@@ -588,7 +589,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         obs = normalize(obs_moments, torch.cat([rollout["raw_obs"], last_obs[None]]))
         value = agent.critic(obs).squeeze(-1)
         reward = (rollout["reward"] / (return_moments[2] + 1e-8).sqrt().float()).clamp(-10, 10)
-        advantage = gae(reward, value, rollout["terminated"], rollout["done"], args.gamma, args.gae_lambda)
+        done = torch.maximum(rollout["done"], 1 - rollout["valid"].roll(-1, 0))  # no trace enters a broken step
+        advantage = gae(reward, value, rollout["terminated"], done, args.gamma, args.gae_lambda)
         batch = {name: rollout[name] for name in ("action", "logprob", "valid")}
         batch |= {"obs": obs[:T], "value": value[:T], "advantage": advantage, "return": advantage + value[:T]}
         add_rollout(scales, rollout, args.gamma)  # for the next rollouts
@@ -650,9 +652,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         is_due = global_step // interval > clock[1] // interval  # passed since the last report
         clock = time.perf_counter(), global_step
         if is_due or signals:
-            kept = {"iteration": iteration + 1, "rng_state": random.get_rng_state()}
-            kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "worlds": worlds}
-            kept["scales"] = scales
+            kept = {"iteration": iteration + 1, "rng_state": random.get_rng_state(), "worlds": worlds, "scales": scales}
+            kept |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
             save_checkpoint(run_dir, args, kept)
         if signals:
             break

@@ -284,8 +284,9 @@ class WarpPhysics:
 
     def on_stream(self):
         """In a with block, Warp launches on PyTorch's stream."""
-        stream = self.wp.stream_from_torch(torch.cuda.current_stream()) if self.is_cuda else None
-        return self.wp.ScopedStream(stream, sync_enter=False)
+        if self.is_cuda:
+            return self.wp.ScopedStream(self.wp.stream_from_torch(torch.cuda.current_stream()), sync_enter=False)
+        return self.wp.ScopedDevice("cpu")  # Warp's default is a GPU if there is one
 
     def launch(self):
         """Starts the kernels of an env step."""
@@ -309,9 +310,10 @@ def record(physics: WarpPhysics):
     """Makes physics.launch() replay a graph of Warp. While PyTorch captures a graph, it launches into that one."""
     wp = physics.wp
     launch = physics.launch
-    launch()  # loads the kernels
-    with wp.ScopedCapture(device=physics.data.qpos.device) as capture:
-        launch()
+    with wp.ScopedDevice(physics.data.qpos.device):
+        launch()  # loads the kernels
+        with wp.ScopedCapture() as capture:
+            launch()
     captures = [capture]  # a graph needs its kernels loaded
 
     def replay():
@@ -706,7 +708,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         obs = normalize(obs_moments, torch.cat([rollout["raw_obs"], last_obs[None]]))
         value = agent.critic(obs).squeeze(-1)
         reward = (rollout["reward"] / (return_moments[2] + 1e-8).sqrt().float()).clamp(-10, 10)
-        outcome = (reward, value, rollout["terminated"], rollout["done"])
+        done = torch.maximum(rollout["done"], 1 - rollout["valid"].roll(-1, 0))  # no trace enters a broken step
+        outcome = (reward, value, rollout["terminated"], done)
         advantage = gae_scan(*outcome, args.gamma, args.gae_lambda)  # perf[scan]
         batch = {name: rollout[name] for name in ("action", "logprob", "valid")}
         batch |= {"obs": obs[:T], "value": value[:T], "advantage": advantage, "return": advantage + value[:T]}

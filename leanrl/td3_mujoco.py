@@ -277,8 +277,9 @@ class WarpPhysics:
 
     def on_stream(self):
         """In a with block, Warp launches on PyTorch's stream."""
-        stream = self.wp.stream_from_torch(torch.cuda.current_stream()) if self.is_cuda else None
-        return self.wp.ScopedStream(stream, sync_enter=False)
+        if self.is_cuda:
+            return self.wp.ScopedStream(self.wp.stream_from_torch(torch.cuda.current_stream()), sync_enter=False)
+        return self.wp.ScopedDevice("cpu")  # Warp's default is a GPU if there is one
 
     def launch(self):
         """Starts the kernels of an env step."""

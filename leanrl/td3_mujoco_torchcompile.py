@@ -290,8 +290,9 @@ class WarpPhysics:
 
     def on_stream(self):
         """In a with block, Warp launches on PyTorch's stream."""
-        stream = self.wp.stream_from_torch(torch.cuda.current_stream()) if self.is_cuda else None
-        return self.wp.ScopedStream(stream, sync_enter=False)
+        if self.is_cuda:
+            return self.wp.ScopedStream(self.wp.stream_from_torch(torch.cuda.current_stream()), sync_enter=False)
+        return self.wp.ScopedDevice("cpu")  # Warp's default is a GPU if there is one
 
     def launch(self):
         """Starts the kernels of an env step."""
@@ -315,9 +316,10 @@ def record(physics: WarpPhysics):
     """Makes physics.launch() replay a graph of Warp. While PyTorch captures a graph, it launches into that one."""
     wp = physics.wp
     launch = physics.launch
-    launch()  # loads the kernels
-    with wp.ScopedCapture(device=physics.data.qpos.device) as capture:
-        launch()
+    with wp.ScopedDevice(physics.data.qpos.device):
+        launch()  # loads the kernels
+        with wp.ScopedCapture() as capture:
+            launch()
     captures = [capture]  # a graph needs its kernels loaded
 
     def replay():

@@ -1,6 +1,7 @@
 """MuJoCo's worlds: Gymnasium's numbers from either engine, and nothing that one world does to another."""
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,16 +176,74 @@ def test_a_graph_of_pytorch_takes_the_launches_of_warp_and_not_its_graph(monkeyp
 
     launch = partial(done.append, "launch")
     wp = SimpleNamespace(ScopedCapture=Capture, get_stream=lambda: "the stream", capture_launch=done.append)
+    wp.ScopedDevice = lambda device: nullcontext(done.append(device))
     physics = SimpleNamespace(wp=wp, launch=launch, is_cuda=True, data=SimpleNamespace(qpos=torch.zeros(1)))
     captures = [False, True, False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures.pop(0))
     load("ppo_mujoco_torchcompile").record(physics)
-    assert done == ["launch", ("begin", {"device": CPU}), "launch", "end"]
+    assert done == [CPU, "launch", ("begin", {}), "launch", "end"]
     done.clear()
     for _ in range(3):
         physics.launch()
     within = [("begin", {"stream": "the stream", "external": True}), "launch", "end"]
     assert done == ["the graph", *within, "the graph"]
+
+
+def test_warp_computes_on_the_cpu_where_its_default_is_a_gpu(monkeypatch):
+    """Each step and the recording stand in a scope of the right device."""
+    env = worlds("Hopper-v5", "warp", 2)
+    launch, there = env.physics.launch, env.physics.wp.ScopedDevice
+    scopes, launched = [], []
+
+    class Scope(there):
+        def __enter__(self):
+            scopes.append(str(self.device))
+            return super().__enter__()
+
+        def __exit__(self, *error):
+            scopes.pop()
+            return super().__exit__(*error)
+
+    def watched():
+        launched.append(list(scopes))
+        launch()
+
+    monkeypatch.setattr(env.physics.wp, "ScopedDevice", Scope)
+    env.physics.launch = watched
+    env.physics.step(env.starts[:2], torch.zeros(2, 3))
+    load("ppo_mujoco_torchcompile").record(env.physics)
+    assert launched == [["cpu"]] * 3
+
+
+@pytest.mark.parametrize("name", ["ppo_mujoco", "ppo_mujoco_torchcompile"])
+def test_no_advantage_looks_beyond_a_broken_step(monkeypatch, name):
+    """The trace ends before a step that is reset, since its value is of another episode."""
+    script = load(name)
+    trace = "gae_scan" if "torch" in name else "gae"
+    gae, add_rollout, step = (getattr(script, x) for x in (trace, "add_rollout", "step_worlds"))
+    steps, traces, rollouts = [], [], []
+
+    def break_once(env, worlds, action, uniform):
+        steps.append(worlds)
+        if len(steps) == 4:
+            worlds["state"][1] = torch.nan
+        return step(env, worlds, action, uniform)
+
+    def watch_gae(*args):
+        traces.append(args[3].clone())
+        return gae(*args)
+
+    def watch_rollout(scales, rollout, gamma):
+        rollouts.append({key: x.clone() for key, x in rollout.items()})
+        add_rollout(scales, rollout, gamma)
+
+    for function, watched in ((trace, watch_gae), ("add_rollout", watch_rollout), ("step_worlds", break_once)):
+        monkeypatch.setattr(script, function, watched)
+    train(monkeypatch, name, **tiny(name) | {"physics": "host"})
+    rollout, done = rollouts[0], traces[0]
+    assert rollout["valid"][3, 1] == 0 and rollout["done"][2, 1] == 0 and done[2, 1] == 1
+    follows = rollout["valid"][1:] == 1
+    assert (done[:-1][follows] == rollout["done"][:-1][follows]).all()
 
 
 def test_warps_solver_may_make_all_iterations():
