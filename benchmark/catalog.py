@@ -245,7 +245,7 @@ CATALOG = {
         tiny={"env_id": "CartPole-v1", "num_envs": 4, "num_steps": 32, "total_timesteps": 1024},
         saving={"num_steps": 16, "total_timesteps": 16 * 30 * 2, "checkpoint_interval": 320},
         # an episode pays 500 at most, and 22 with random actions
-        gate=({"num_envs": 32, "total_timesteps": 200_000}, 60, 150),
+        gate=({"num_envs": 32, "total_timesteps": 200_000}, 120, 150),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
         graphs=3,  # a step of all envs, the preparation of a rollout, an update
         on_device=True,

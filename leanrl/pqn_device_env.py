@@ -239,7 +239,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 
 
 def q_loss(q: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The squared error () of the values q (B, A) of the actions taken, and what to log; means are over valid rows."""
+    """Half the squared error () of the actions' values, of q (B, A), and what to log; means are over valid rows."""
     weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
     value = q.gather(-1, batch["action"][:, None])[:, 0]
     loss = 0.5 * (weight * (value - batch["target"]) ** 2).sum()

@@ -232,7 +232,7 @@ def gae(reward: Array, value: Array, terminated: Array, done: Array, gamma: floa
 
 
 def q_loss(q: Array, batch: dict[str, Array]) -> tuple[Array, Array]:
-    """The squared error () of the values q (B, A) of the actions taken, and what to log; means are over valid rows."""
+    """Half the squared error () of the actions' values, of q (B, A), and what to log; means are over valid rows."""
     weight = batch["valid"] / jnp.maximum(batch["valid"].sum(), 1)
     value = jnp.take_along_axis(q, batch["action"][:, None], -1)[:, 0]
     loss = 0.5 * (weight * (value - batch["target"]) ** 2).sum()

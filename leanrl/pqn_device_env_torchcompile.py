@@ -40,7 +40,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 REPORT_EVERY = 10  # rollouts between two reports, in which the host waits for the device
-STEPS_AT_ONCE = 8  # perf[graph] steps in a compiled function: a call costs a fifth of a millisecond on a CPU
+STEPS_AT_ONCE = 8  # perf[graph] steps in a compiled function, since each call of one takes time on the host
 UPDATES_AT_ONCE = 2  # perf[graph] updates in a compiled function: more take longer to compile
 
 
@@ -252,7 +252,7 @@ def gae_scan(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, ga
 
 
 def q_loss(q: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The squared error () of the values q (B, A) of the actions taken, and what to log; means are over valid rows."""
+    """Half the squared error () of the actions' values, of q (B, A), and what to log; means are over valid rows."""
     weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
     value = q.gather(-1, batch["action"][:, None])[:, 0]
     loss = 0.5 * (weight * (value - batch["target"]) ** 2).sum()

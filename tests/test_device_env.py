@@ -258,6 +258,13 @@ def test_rollouts_and_advantages_are_those_of_a_loop_over_steps(monkeypatch, nam
     assert min(lasts) > 10 and 1 < run.metrics["episodic_return"] < 10
 
 
+def test_the_loss_of_pqn_is_half_the_squared_error_of_valid_rows():
+    q = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    batch = {"action": torch.tensor([1, 0, 1]), "target": torch.tensor([0.0, 1.0, 9.0])}
+    loss, logged = load("pqn_device_env").q_loss(q, batch | {"valid": torch.tensor([1.0, 1.0, 0.0])})
+    assert loss == (2**2 + 2**2) / 2 / 2 and logged.tolist() == [loss, (2 + 3) / 2]
+
+
 @pytest.mark.parametrize("q_lambda", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", [name for name in TENSOR_ENVS if "pqn" in name])
 def test_targets_are_those_of_q_lambda(monkeypatch, name, q_lambda):

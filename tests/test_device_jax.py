@@ -98,7 +98,7 @@ def test_the_jax_script_learns_and_logs_the_same(own_folder, name):
     script, ours = load(f"{name}_jax"), load(name)
     sizes = {"num_envs": 32, "learning_rate": 3e-3} if "a2c" in name else {"num_envs": 64, "num_steps": 64}
     metrics = script.train(script.Args(**sizes, total_timesteps=300_000))
-    assert metrics["episodic_return"] > (80 if "a2c" in name else 150) and metrics["SPS"] > 0  # 22 at random
+    assert metrics["episodic_return"] > (150 if "ppo" in name else 80) and metrics["SPS"] > 0  # 22 at random
     our_metrics = ours.train(ours.Args(num_envs=4, num_steps=32, total_timesteps=2048, cuda=False, save_model=False))
     assert metrics.keys() - {"startup_seconds"} == our_metrics.keys()
     theirs, own = (

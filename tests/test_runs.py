@@ -109,6 +109,17 @@ def test_flags_of_ppo_do_what_they_say(monkeypatch, name):
     )
 
 
+def test_flags_of_pqn_do_what_they_say(monkeypatch):
+    """Each changes the parameters, and epsilon falls in a line."""
+    name, values = "pqn_device_env", set()
+    for flags in ({}, {"anneal_lr": False}, {"max_grad_norm": 0.01}, {"q_lambda": 0.1}, {"exploration_fraction": 1.0}):
+        run = train(monkeypatch, name, **tiny(name) | {"total_timesteps": 512}, **flags)
+        values.add(str(next(iter(run.parameters.values())).flatten()[:100].tolist()))
+    assert len(values) == 5
+    (epsilon,) = EventAccumulator(str(run.run_dir)).Reload().Scalars("charts/epsilon")
+    assert epsilon.value == pytest.approx(1 + 3 / 4 * (load(name).Args.end_e - 1))  # in the last of four rollouts
+
+
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name in CATALOG])
 def test_another_seed_gives_other_numbers(monkeypatch, name):
     """That the same seed gives the same ones, a run that is killed and resumed shows."""
