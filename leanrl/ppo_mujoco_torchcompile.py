@@ -709,8 +709,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         value = agent.critic(obs).squeeze(-1)
         reward = (rollout["reward"] / (return_moments[2] + 1e-8).sqrt().float()).clamp(-10, 10)
         done = torch.maximum(rollout["done"], 1 - rollout["valid"].roll(-1, 0))  # no trace enters a broken step
-        outcome = (reward, value, rollout["terminated"], done)
-        advantage = gae_scan(*outcome, args.gamma, args.gae_lambda)  # perf[scan]
+        advantage = gae_scan(reward, value, rollout["terminated"], done, args.gamma, args.gae_lambda)  # perf[scan]
         batch = {name: rollout[name] for name in ("action", "logprob", "valid")}
         batch |= {"obs": obs[:T], "value": value[:T], "advantage": advantage, "return": advantage + value[:T]}
         add_rollout(scales, rollout, args.gamma)  # for the next rollouts
