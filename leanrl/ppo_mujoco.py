@@ -609,7 +609,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses
 
     def iterate(worlds: dict, noise: Tensor, uniform: Tensor, permutations: Tensor) -> tuple[dict, dict, Tensor]:
-        """A rollout and all updates on it; the host reads nothing."""
+        """A rollout and all updates on it."""
         rows = []
         with torch.no_grad():
             for t in range(T):

@@ -733,7 +733,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     batch = {}
 
     def iterate(noise: Tensor, uniform: Tensor, permutations: Tensor) -> Tensor:
-        """A rollout and all updates on it; the host reads nothing."""
+        """A rollout and all updates on it."""
         now = worlds
         rows = []
         with torch.no_grad():

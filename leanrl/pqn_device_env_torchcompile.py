@@ -13,8 +13,9 @@ Shapes: T = num_steps, N = num_envs, B = T * N, rows of a rollout; O = size of a
 Differences from the authors' purejaxql:
 1. Values are bootstrapped through a truncation; only a termination ends the return.
 2. A step that only resets an env is masked out of the loss.
-3. Adam instead of RAdam, and layers of 128 units in place of a convolution.
-4. A checkpoint holds the envs, too, so a resumed run goes on in the middle of their episodes.
+3. Adam instead of RAdam, PyTorch's initial weights, and no scaling of inputs or rewards.
+4. Breakout's network has a layer of 128 units in place of a convolution.
+5. A checkpoint holds the envs, too, so a resumed run goes on in the middle of their episodes.
 """
 
 import json

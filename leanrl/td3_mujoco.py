@@ -642,7 +642,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return losses | learn_mean_actor(batch, *networks, actor_optimizer, support, args)
 
     def iterate(newest: int) -> dict[str, Tensor]:
-        """A step of all worlds and the updates after it; the host reads nothing."""
+        """A step of all worlds and the updates after it."""
         with torch.no_grad():
             ring[newest % len(ring)] = act()
         for _ in range(args.num_updates // args.policy_frequency):

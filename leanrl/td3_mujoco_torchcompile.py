@@ -777,7 +777,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         return torch.stack(list(losses.values()))  # perf[capture] one result, since a replay copies each
 
     def iterate() -> Tensor:
-        """A step of all worlds and the updates after it; the host reads nothing."""
+        """A step of all worlds and the updates after it."""
         insert_(ring, newest, act()[None])  # perf[ring]
         for _ in range(args.num_updates // args.policy_frequency):
             losses = learn()

@@ -266,10 +266,12 @@ def test_a_checkpoint_of_another_script_is_refused(capsys):
     assert "it was made with script dqn_torchcompile, not dqn" in capsys.readouterr().err
 
 
-def test_a_run_without_room_for_its_contacts_goes_on_with_more():
-    script = load("ppo_mujoco")
-    keep(script, "Hopper-v5__ppo_mujoco__1__20260101", script.Args(env_id="Hopper-v5", nconmax=8, njmax=40), step=3)
-    assert script.load_checkpoint(script.Args(env_id="Hopper-v5", nconmax=64, njmax=320, resume="auto"))["step"] == 3
+def test_a_run_goes_on_with_more_room_for_its_contacts_and_with_other_graphs():
+    script = load("ppo_mujoco_torchcompile")
+    flags = {"env_id": "Hopper-v5", "nconmax": 8, "njmax": 40}
+    keep(script, "Hopper-v5__ppo_mujoco_torchcompile__1__20260101", script.Args(**flags), step=3)
+    others = {"nconmax": 64, "njmax": 320, "cudagraphs": True, "cut_graph": True, "graph_conditional": False}
+    assert script.load_checkpoint(script.Args(**flags | others, resume="auto"))["step"] == 3
 
 
 def test_auto_takes_the_run_of_just_this_name_and_seed():

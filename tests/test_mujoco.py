@@ -109,16 +109,46 @@ ROBOT = """<mujoco><worldbody><body><joint name="hinge"/><geom size="0.1"/></bod
 <actuator><motor joint="hinge" {}/></actuator></mujoco>"""
 
 
-def test_a_robot_of_ones_own_may_have_actuators_without_limits_but_no_delays(tmp_path, capsys):
+def test_a_robot_of_ones_own_may_have_actuators_without_limits(tmp_path):
     task = type("Robot", (mujoco_.HalfCheetah,), {"xml": tmp_path / "robot.xml"})
     task.xml.write_text(ROBOT.format(""))
     env = mujoco_.Worlds(task, 2, CPU, mujoco_.Args(physics="host"))
     state, _, _ = env.transition(env.starts[[0, 0]], torch.tensor([[-2.0], [2.0]]), torch.zeros(2, 1))
     assert state[0, 0] < env.starts[0, 0] < state[1, 0]
-    task.xml.write_text(ROBOT.format('delay="0.05" nsample="5"'))
+
+
+DELAY = ROBOT.format('delay="0.05" nsample="5"')
+WELD = ROBOT.format("").replace("<body>", '<body name="arm">')
+WELD = WELD.replace("</m", '<equality><weld body1="arm"/></equality></m')
+MOCAP = ROBOT.format("").replace("</w", '<body mocap="true"><geom size="0.1"/></body></w')
+
+
+@pytest.mark.parametrize("xml", [DELAY, WELD, MOCAP], ids=["delay", "equality", "mocap"])
+def test_a_robot_whose_state_is_more_than_a_row_is_refused(tmp_path, capsys, xml):
+    task = type("Robot", (mujoco_.HalfCheetah,), {"xml": tmp_path / "robot.xml"})
+    task.xml.write_text(xml)
     with pytest.raises(SystemExit):
         mujoco_.Worlds(task, 2, CPU, mujoco_.Args(physics="host"))
-    assert "delays" in capsys.readouterr().err
+    assert "no row has them" in capsys.readouterr().err
+
+
+def test_an_action_beyond_the_bounds_is_one_at_the_bounds():
+    """The reward counts the torque that acts, not the one that was asked for."""
+    env = worlds("HalfCheetah-v5", "host", 2)
+    sides = torch.tensor([[1.0], [-1.0]]).expand(2, 6)
+    beyond, at = (env.transition(env.starts[:2], scale * sides, torch.zeros(2, 1)) for scale in (3, 1))
+    assert (beyond[0] == at[0]).all() and (beyond[1] == at[1]).all()
+
+
+def test_first_episodes_end_at_different_times_and_have_no_score():
+    env = worlds("HalfCheetah-v5", "host", 2)
+    assert len(mujoco_.first_worlds(env, 100, CPU)["clock"].unique()) > 50
+    now = mujoco_.first_worlds(env, 2, CPU)
+    now["clock"][:] = 999
+    for done in (True, False):
+        now, *_ = mujoco_.step_worlds(env, now, torch.zeros(2, 6), torch.zeros(2, 1))
+        assert (now["done"] == done).all() and now["last_return"].isnan().all()
+    assert (now["score"] == 0).all()
 
 
 def test_a_limit_of_time_is_no_termination():
@@ -215,11 +245,11 @@ def test_warp_computes_on_the_cpu_where_its_default_is_a_gpu(monkeypatch):
     assert launched == [["cpu"]] * 3
 
 
-@pytest.mark.parametrize("name", ["ppo_mujoco", "ppo_mujoco_torchcompile"])
-def test_no_advantage_looks_beyond_a_broken_step(monkeypatch, name):
-    """The trace ends before a step that is reset, since its value is of another episode."""
-    script = load(name)
-    trace = "gae_scan" if "torch" in name else "gae"
+@pytest.fixture(scope="module", params=["ppo_mujoco", "ppo_mujoco_torchcompile"])
+def two_rollouts(request, tmp_path_factory):
+    """The rollouts of a training, and what the advantages are computed from; a world breaks in the fourth step."""
+    script = load(request.param)
+    trace = "gae_scan" if "torch" in request.param else "gae"
     gae, add_rollout, step = (getattr(script, x) for x in (trace, "add_rollout", "step_worlds"))
     steps, traces, rollouts = [], [], []
 
@@ -230,20 +260,39 @@ def test_no_advantage_looks_beyond_a_broken_step(monkeypatch, name):
         return step(env, worlds, action, uniform)
 
     def watch_gae(*args):
-        traces.append(args[3].clone())
+        traces.append([x.clone() for x in args[:4]])
         return gae(*args)
 
     def watch_rollout(scales, rollout, gamma):
         rollouts.append({key: x.clone() for key, x in rollout.items()})
         add_rollout(scales, rollout, gamma)
 
-    for function, watched in ((trace, watch_gae), ("add_rollout", watch_rollout), ("step_worlds", break_once)):
-        monkeypatch.setattr(script, function, watched)
-    train(monkeypatch, name, **tiny(name) | {"physics": "host"})
-    rollout, done = rollouts[0], traces[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("rollouts"))
+        for function, watched in ((trace, watch_gae), ("add_rollout", watch_rollout), ("step_worlds", break_once)):
+            patch.setattr(script, function, watched)
+        train(patch, request.param, **tiny(request.param) | {"physics": "host"})
+    return rollouts[:2], traces[:2]
+
+
+def test_no_advantage_looks_beyond_a_broken_step(two_rollouts):
+    """The trace ends before a step that is reset, since its value is of another episode."""
+    (rollout, _), ((_, _, _, done), _) = two_rollouts
     assert rollout["valid"][3, 1] == 0 and rollout["done"][2, 1] == 0 and done[2, 1] == 1
     follows = rollout["valid"][1:] == 1
     assert (done[:-1][follows] == rollout["done"][:-1][follows]).all()
+
+
+def test_rewards_are_scaled_by_the_returns_of_the_rollouts_before(two_rollouts):
+    (first, second), ((reward, *_), (next_reward, *_)) = two_rollouts
+    returns, so_far = [], np.zeros(first["reward"].shape[1])
+    for paid, done in zip(first["reward"].numpy(), first["done"].numpy()):
+        so_far = 0.99 * so_far + paid
+        returns.append(so_far)
+        so_far = np.where(done, 0, so_far)
+    std = np.array(returns)[first["valid"].numpy() == 1].std()
+    assert (reward == first["reward"]).all() and abs(std - 1) > 0.1
+    np.testing.assert_allclose(next_reward, (second["reward"] / std).clip(-10, 10), rtol=1e-5)
 
 
 def test_warps_solver_may_make_all_iterations():
@@ -253,6 +302,15 @@ def test_warps_solver_may_make_all_iterations():
     assert early.physics.model.opt.graph_conditional and not fixed.physics.model.opt.graph_conditional
     state, ctrl = early.starts[:2], torch.full((2, 3), 0.5)
     torch.testing.assert_close(fixed.physics.step(state, ctrl), early.physics.step(state, ctrl), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [{"nconmax": 1, "njmax": 200}, {"nconmax": 50, "njmax": 4}], ids=str)
+def test_contacts_and_constraints_without_room_are_told(flags):
+    env = worlds("Ant-v5", "warp", 2, **flags)
+    state = env.starts[:2].clone()
+    state[:, 2] = 0.2  # its body is on the floor
+    env.transition(state, torch.zeros(2, 8), torch.zeros(2, 1))
+    assert (env.physics.overflow & env.physics.no_room).all()
 
 
 @pytest.mark.parametrize("name", MUJOCO)
