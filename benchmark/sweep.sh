@@ -10,6 +10,7 @@ for of in "impala --update-epochs=1 --no-norm-adv --gae-lambda=1" "appo --update
   rllib=".venv-rllib/bin/python benchmark/rllib_peer.py ${of%% *} --steps {steps} --seed {seed}"
   $compare ppo_atari_ray --pairs 2 --steps 49152 --modes compile --flags="--num-minibatches=1 ${of#* }" --external "RLlib=$rllib"
 done
+$compare pqn_device_env --env-id MinAtar/Breakout-v1 --steps 819200 --flags="--num-minibatches 32"
 for tool in phases ablate scans efficiency worlds; do python benchmark/$tool.py --out benchmark/results; done
 for tool in saving steps; do python benchmark/$tool.py; done
 
@@ -49,5 +50,10 @@ $run pqn_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(se
 $run a2c_device_env --env-ids CartPole-v1 --total-timesteps 5000000 --seeds $(seq 5) $jax
 $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --seeds $(seq 10)
 $run ppo_continuous_action_ray
+
+# the film of README
+python leanrl/ppo_mujoco_torchcompile.py --compile --env-id Walker2d-v5 --total-timesteps 3000000 --exp-name film
+python leanrl/play.py runs/Walker2d-v5__film__1__*/policy.pt2 --video --env-kwargs '{"camera_name": "track"}'
+python benchmark/film.py runs/Walker2d-v5__film__1__*/videos/seed1-episode-0.mp4
 
 exec python benchmark/plot.py

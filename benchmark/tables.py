@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from statistics import fmean
 
 import numpy as np
@@ -141,8 +141,8 @@ def best() -> str:
             starts.append(compiled["startup_seconds"])
     columns = ["script", "plain (eager)", "compiled", "compiled, against the best other library"]
     text = "Environment steps per second on a 2-core cloud CPU, on one day ([details](benchmark/notebook.md"
-    text += "#speed-of-all-scripts)). At its first start, a script also compiles, for "
-    text += f"{min(starts):.0f} to {max(starts):.0f} seconds." if starts else "a while."
+    text += "#speed-of-all-scripts)). With `--compile`, a first start takes "
+    text += f"{min(starts):.0f} to {max(starts):.0f} seconds more." if starts else "longer."
     return f"{markdown(columns, rows)}\n\n{text}"
 
 
@@ -169,23 +169,21 @@ def claim() -> str:
     env = table["env_id"].split("-")[0]
     return (
         f"A million steps of PPO on {env} take **{compiled} minutes** with our compiled file on a "
-        f"{table['machine']['cores']}-core CPU. They take {plain} minutes with our plain file, {sbx} with SBX (JAX) "
+        f"{table['machine']['cores']}-core CPU, compiling included. They take {plain} minutes with our plain file, {sbx} with SBX (JAX) "
         f"and {sb3} with Stable-Baselines3."
     )
 
 
 def gpu_claim() -> str:
-    """What CUDA graphs gain on a GPU, in a sentence."""
+    """What CUDA graphs gain in off-policy algorithms on a GPU, in a sentence."""
     found = [table for table in of_catalog() if table["machine"]["gpu"]]
     gains = []
     for table in found:
         speeds = {row["mode"]: row["sps"][0] for row in table["rows"]}
-        if "compile" in speeds:
+        if table["script"] in ("sac_continuous_action", "td3_continuous_action"):
             gains.append(f"{speeds['compile']:,.0f} to {speeds['compile+cudagraphs']:,.0f} ({table['script']})")
-    text = (
-        f"On an {found[0]['machine']['gpu']}, CUDA graphs raise the speed of the compiled file from {', '.join(gains)}"
-    )
-    return f"{text} env steps a second, in one short run each ([more](docs/gpu.md))."
+    text = f"On an {found[0]['machine']['gpu']}, CUDA graphs raise the speed of the compiled file from "
+    return f"{text}{' and '.join(gains)} env steps a second, in one short run each ([all](docs/gpu.md))."
 
 
 def scaling() -> str:
@@ -221,9 +219,9 @@ def ablation() -> str:
 
 NO_GAIN = {  # of tricks that no ablation takes out; of others: the script does not work without them
     "capture": "[measured on a GPU](gpu.md), as the step from compiled to compiled with CUDA graphs",
-    "flat": "not measured yet, since it is for a GPU",
-    "overlap": "not measured yet, since it is for a GPU",
-    "pinned": "not measured yet, since it is for a GPU",
+    "flat": "not measured yet; it is for a GPU",
+    "overlap": "not measured yet; it is for a GPU",
+    "pinned": "not measured yet; it is for a GPU",
     "operator": "not measured apart; with perf[graph], that of `compile` over `eager` in the notebook",
 }
 
@@ -440,6 +438,10 @@ def returns(only: str | None = None) -> str:
     return markdown(columns, return_rows())
 
 
+def mean_and_each(values: Collection[float], form: str = ",.0f") -> str:
+    return f"{fmean(values):{form}} ({', '.join(f'{value:{form}}' for value in values)})"
+
+
 def against_minutes(env_id: str, minutes: tuple[int, ...]) -> str:
     """Returns of all that was trained in an env after some minutes: mean, and of each seed.
 
@@ -456,11 +458,28 @@ def against_minutes(env_id: str, minutes: tuple[int, ...]) -> str:
         for minute in minutes:
             so_far = [row for row in curve if float(row["seconds"]) <= 60 * minute]
             newest = {row["seed"]: float(row["episodic_return"]) for row in so_far}
-            of_each = ", ".join(f"{value:,.0f}" for value in newest.values())
-            cells.append(f"{fmean(newest.values()):,.0f} ({of_each})" if newest else "-")
+            cells.append(mean_and_each(newest.values()) if newest else "-")
         rows.append((f"{script}, {LIBRARIES.get(mode, mode)}", f"{steps:,}", *cells))
     columns = ["script", "env steps", *(f"{minute} minutes" for minute in minutes)]
     return markdown(columns, rows)
+
+
+def policies_against_minutes(script: str, env_id: str, other: str, goal: float) -> str:
+    """What the policies of a script return after its training, and how long the other script trains for a return."""
+    runs = [run for run in read_csv(RESULTS / "returns.csv") if run["env_id"] == env_id]
+    ours = [run for run in runs if run["script"] == script]
+    steps = next(run["steps"] for run in runs if run["script"] == other)
+    reached = {}
+    for row in read_csv(RESULTS / "curves" / f"{other}__{env_id}__{steps}__compile.csv"):
+        if float(row["episodic_return"]) >= goal:
+            reached.setdefault(row["seed"], float(row["seconds"]) / 60)
+    played = mean_and_each([float(run["played"]) for run in ours])
+    trained = mean_and_each([float(run["minutes"]) for run in ours], ".1f")
+    return (
+        f"`{other}` reaches a return of {goal:,} in training after {mean_and_each(reached.values(), '.1f')} minutes. "
+        f"`{script}` trains for {trained} minutes, {int(ours[0]['steps']):,} steps. "
+        f"Without noise, its policies then return {played} in `play.py`."
+    )
 
 
 def sweep(script: str) -> str:
@@ -507,7 +526,11 @@ def blocks() -> dict[str, Callable[[], str]]:
         named[f"speed {name}"] = lambda value=value: speed(tables("speed", flags=value))
     for script in CATALOG:
         named[f"returns {script}"] = lambda script=script: returns(script)
+    breakout = {"script": "pqn_device_env", "env_id": "MinAtar/Breakout-v1"}
+    named["speed of pqn in breakout"] = lambda: speed(tables("speed", **breakout))
     named["minutes"] = lambda: against_minutes("HalfCheetah-v5", (2, 4, 8, 16))
+    fast = ("td3_mujoco", "HalfCheetah-v5", "td3_continuous_action", 5000)
+    named["policies of td3_mujoco"] = lambda: policies_against_minutes(*fast)
     named["sweep ppo_mujoco"] = lambda: sweep("ppo_mujoco")
     for tag in re.findall(r"<!-- gain (\w+) -->", (ROOT / "docs" / "performance.md").read_text()):
         named[f"gain {tag}"] = lambda tag=tag: gain(tag)
