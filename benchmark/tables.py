@@ -169,8 +169,8 @@ def claim() -> str:
     env = table["env_id"].split("-")[0]
     return (
         f"A million steps of PPO on {env} take **{compiled} minutes** with our compiled file on a "
-        f"{table['machine']['cores']}-core CPU, compiling included. They take {plain} minutes with our plain file, {sbx} with SBX (JAX) "
-        f"and {sb3} with Stable-Baselines3."
+        f"{table['machine']['cores']}-core CPU, compiling included. They take {plain} minutes with our plain file, "
+        f"{sbx} with SBX (JAX) and {sb3} with Stable-Baselines3."
     )
 
 

@@ -92,7 +92,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
-    """Steps each env, writes the arrays from `obs` on, and returns (return, length) of the episodes that ended."""
+    """Steps each env, writes `obs` and the arrays after it, and returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
         if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
@@ -110,9 +110,9 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and envs (31 bits) from seed and step alone; returns the observations."""
+    """Seeds all generators and envs from seed and step alone; returns the observations."""
     first = int(np.random.SeedSequence([seed, step, bool(envs)]).generate_state(1)[0])
-    random.seed(first)  # an env may draw from this generator, and from the next
+    random.seed(first)  # an env may draw from Python's global generator, or NumPy's
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):

@@ -69,7 +69,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the norm of the gradient to this value
-    target_kl: float | None = None  # stop the epochs of a rollout once the last minibatch of one exceeds this KL
+    target_kl: float | None = None  # stop a rollout's epochs once the last minibatch of an epoch exceeds this KL
 
     # perf[graph] perf[capture] perf[groups] perf[bf16]
     compile: bool = False  # compile the policy and the update

@@ -70,7 +70,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the norm of the gradient to this value
-    target_kl: float | None = None  # stop the epochs of a rollout once the last minibatch of one exceeds this KL
+    target_kl: float | None = None  # stop a rollout's epochs once the last minibatch of an epoch exceeds this KL
 
     compile: bool = False  # compile the network and the loss
     ddp: bool = True  # reduce gradients while others are computed; --no-ddp: all at once, afterwards

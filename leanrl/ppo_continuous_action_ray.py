@@ -69,7 +69,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # clip the norm of the gradient to this value
-    target_kl: float | None = None  # stop the epochs of a rollout once the last minibatch of one exceeds this KL
+    target_kl: float | None = None  # stop a rollout's epochs once the last minibatch of an epoch exceeds this KL
 
     ray_address: str | None = None  # cluster to join: auto, or host:port of its head; default: none
     act_on: Literal["worker", "learner"] = "worker"  # who acts; calls are rollouts, or single steps
@@ -100,7 +100,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
-    """Steps each env, writes the arrays from `obs` on, and returns (return, length) of the episodes that ended."""
+    """Steps each env, writes `obs` and the arrays after it, and returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
         if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
@@ -120,14 +120,14 @@ def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, t
 def seed_process(numbers: list[int], offset: int = 0) -> int:
     """Seeds this process by seed, step and whether it has envs; their seeds count on from what is returned."""
     first = int(np.random.SeedSequence(numbers).generate_state(1)[0]) + offset
-    random.seed(first)  # an env may draw from this generator, and from the next
+    random.seed(first)  # an env may draw from Python's global generator, or NumPy's
     np.random.seed(first % 2**32)  # noqa: NPY002
     torch.manual_seed(first)
     return first
 
 
 def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
-    """Center and scale, which map -1 .. 1 to the bounds of a Box; 0 and 1 in dimensions that lack one."""
+    """Center and scale, which map -1 .. 1 to the bounds of a Box; 0 and 1 in dimensions without both."""
     is_bounded = (space.low > -1e30) & (space.high < 1e30)  # some envs write the largest float for no bound
     low = np.where(is_bounded, space.low, -1.0)
     high = np.where(is_bounded, space.high, 1.0)
@@ -145,7 +145,7 @@ def update_stats(stats: np.ndarray, x: np.ndarray):
 
 
 def normalize_obs(stats: np.ndarray, obs: np.ndarray) -> np.ndarray:
-    """Adds observations (N, O) to the statistics and scales them, as Gymnasium but without a prior; clips at 10."""
+    """Adds observations (N, O) to the statistics, which start empty, and scales by them; clips at 10."""
     update_stats(stats, obs)
     _, mean, _, std = stats
     return ((obs - mean) / std).clip(-10, 10)

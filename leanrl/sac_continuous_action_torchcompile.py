@@ -105,7 +105,7 @@ def make_env(args: Args, action_type: type[gym.Space]) -> gym.Env:
 
 
 def step_envs(envs: list[gym.Env], action, obs, reward, terminated, truncated, totals) -> list[tuple[float, float]]:
-    """Steps each env, writes the arrays from `obs` on, and returns (return, length) of the episodes that ended."""
+    """Steps each env, writes `obs` and the arrays after it, and returns (return, length) of the episodes that ended."""
     episodes = []
     for i, env in enumerate(envs):
         if terminated[i] or truncated[i]:  # this step only resets (autoreset mode NEXT_STEP)
@@ -126,11 +126,11 @@ def step_processes(envs, action, obs, reward, terminated, truncated, totals) -> 
     """Does what step_envs does, for the vector env of start_processes."""
     over = np.logical_or(terminated, truncated)
     paid = np.zeros(len(over))
-    if over.all():  # as they are after a save
+    if over.all():  # after a save, which truncates all episodes
         obs[:], _ = envs[0].reset()
         terminated[:] = truncated[:] = False
     else:
-        obs[:], paid, terminated[:], truncated[:], _ = envs[0].step(action)  # those that are over reset
+        obs[:], paid, terminated[:], truncated[:], _ = envs[0].step(action)  # envs whose episode is over reset
     reward[:] = paid
     totals += np.stack([paid, np.ones(len(over))])
     totals[:, over] = 0
@@ -139,9 +139,9 @@ def step_processes(envs, action, obs, reward, terminated, truncated, totals) -> 
 
 
 def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
-    """Seeds all generators and envs (31 bits) from seed and step alone; returns the observations."""
+    """Seeds all generators and envs from seed and step alone; returns the observations."""
     first = int(np.random.SeedSequence([seed, step, bool(envs)]).generate_state(1)[0])
-    random.seed(first)  # an env may draw from this generator, and from the next
+    random.seed(first)  # an env may draw from Python's global generator, or NumPy's
     np.random.seed(first)  # noqa: NPY002
     torch.manual_seed(first)
     for i, env in enumerate(envs):
@@ -150,7 +150,7 @@ def start_anew(seed: int, step: int, envs: list[gym.Env]) -> list[np.ndarray]:
 
 
 class EnvOfProcess(gym.Wrapper):
-    """An env in a process of its own: a seed holds for all generators there, and infos do not leave it."""
+    """An env in a process of its own. Its seed is that of all generators there, and infos stay there."""
 
     def reset(self, *, seed: int | None = None, **settings):
         if seed is not None:
@@ -165,7 +165,7 @@ class EnvOfProcess(gym.Wrapper):
 def start_processes(make, num_envs: int) -> list[gym.vector.VectorEnv]:
     """Calls make() in a process for each env; returns one vector env of them all, in a list."""
     envs = []  # kept to the end of the program
-    # a fork has our handlers: it works on after a Ctrl-C, until the run is saved, and survives Gymnasium's SIGTERM
+    # a fork inherits our signal handlers, so Ctrl-C stops it only after the save, and SIGTERM does not stop it
     atexit.register(lambda _: [process.kill() for process in multiprocessing.active_children()], envs)
     makers = [lambda: EnvOfProcess(make())] * num_envs
     envs.append(gym.vector.AsyncVectorEnv(makers, context="fork"))
@@ -462,7 +462,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
                 kept |= {"state": tree_leaves(state), "row": row}  # perf[graph]
                 kept["replay"] = ring[: step + 2].to("cpu", copy=True)  # a view would keep the whole ring
                 save_checkpoint(run_dir, args, kept)
-                start_anew(args.seed, step + 1, envs)  # as a run does that resumes here
+                start_anew(args.seed, step + 1, envs)  # as a run that resumes here does
                 truncated[:] = True  # the next step resets every env
             if signals:
                 break
