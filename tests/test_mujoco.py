@@ -12,6 +12,7 @@ import pytest
 import torch
 from catalog import row
 from conftest import FAST_TD3, MUJOCO, ROOT, load, tiny, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 mujoco_ = load("ppo_mujoco")
 CPU = torch.device("cpu")
@@ -271,20 +272,22 @@ def two_rollouts(request, tmp_path_factory):
         patch.chdir(tmp_path_factory.mktemp("rollouts"))
         for function, watched in ((trace, watch_gae), ("add_rollout", watch_rollout), ("step_worlds", break_once)):
             patch.setattr(script, function, watched)
-        train(patch, request.param, **tiny(request.param) | {"physics": "host"})
-    return rollouts[:2], traces[:2]
+        run = train(patch, request.param, **tiny(request.param) | {"physics": "host"})
+        events = EventAccumulator(str(run.run_dir)).Reload()
+    return rollouts[:2], traces[:2], events
 
 
 def test_no_advantage_looks_beyond_a_broken_step(two_rollouts):
     """The trace ends before a step that is reset, since its value is of another episode."""
-    (rollout, _), ((_, _, _, done), _) = two_rollouts
+    (rollout, _), ((_, _, _, done), _), events = two_rollouts
+    assert events.Scalars("charts/broken_worlds")[-1].value == 1
     assert rollout["valid"][3, 1] == 0 and rollout["done"][2, 1] == 0 and done[2, 1] == 1
     follows = rollout["valid"][1:] == 1
     assert (done[:-1][follows] == rollout["done"][:-1][follows]).all()
 
 
 def test_rewards_are_scaled_by_the_returns_of_the_rollouts_before(two_rollouts):
-    (first, second), ((reward, *_), (next_reward, *_)) = two_rollouts
+    (first, second), ((reward, *_), (next_reward, *_)), _ = two_rollouts
     returns, so_far = [], np.zeros(first["reward"].shape[1])
     for paid, done in zip(first["reward"].numpy(), first["done"].numpy()):
         so_far = 0.99 * so_far + paid
