@@ -30,8 +30,9 @@ for flags in "--num-steps 24 --ent-coef 0.005 --vf-coef 1 --clip-vloss --max-gra
 done
 hopper="--num-minibatches 4 --learning-rate 1e-3" # the defaults, which the published runs of Hopper do not have
 $run ppo_mujoco --env-ids Hopper-v5 --total-timesteps 5000000 --flags="$hopper" --out benchmark/results/sweep
-$run td3_mujoco --env-ids HalfCheetah-v5 --total-timesteps 1500000 --play 10
-$run td3_continuous_action --env-ids HalfCheetah-v5 --total-timesteps 150000 --modes compile sb3
+$run td3_mujoco --env-ids HalfCheetah-v5 --total-timesteps 1000000 --play 10
+$run td3_continuous_action --env-ids HalfCheetah-v5 --total-timesteps 130000 --play 10
+$run td3_continuous_action --env-ids HalfCheetah-v5 --total-timesteps 50000 --modes sb3
 $run sac_continuous_action --total-timesteps 200000
 $run dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds $(seq 10)
 $run dqn --env-ids Acrobot-v1 --total-timesteps 500000
