@@ -433,6 +433,7 @@ def returns(only: str | None = None) -> str:
         "published (CleanRL: 3 seeds)",
     ]
     if only:
+        columns[5] = "[return](benchmark.md#returns)"  # where IQM is explained
         rows = [(*row[1:4], str(len(row[4].split())), *row[5:]) for row in return_rows() if row[0] == only]
         return markdown(columns[1:], rows)
     return markdown(columns, return_rows())
