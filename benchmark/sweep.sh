@@ -10,7 +10,6 @@ for of in "impala --update-epochs=1 --no-norm-adv --gae-lambda=1" "appo --update
   rllib=".venv-rllib/bin/python benchmark/rllib_peer.py ${of%% *} --steps {steps} --seed {seed}"
   $compare ppo_atari_ray --pairs 2 --steps 49152 --modes compile --flags="--num-minibatches=1 ${of#* }" --external "RLlib=$rllib"
 done
-$compare pqn_device_env --env-id MinAtar/Breakout-v1 --steps 819200 --flags="--num-minibatches 32"
 for tool in phases ablate scans efficiency worlds; do python benchmark/$tool.py --out benchmark/results; done
 for tool in saving steps; do python benchmark/$tool.py; done
 

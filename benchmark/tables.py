@@ -521,8 +521,6 @@ def blocks() -> dict[str, Callable[[], str]]:
         named[f"speed {name}"] = lambda value=value: speed(tables("speed", flags=value))
     for script in CATALOG:
         named[f"returns {script}"] = lambda script=script: returns(script)
-    breakout = {"script": "pqn_device_env", "env_id": "MinAtar/Breakout-v1"}
-    named["speed of pqn in breakout"] = lambda: speed(tables("speed", **breakout))
     named["minutes"] = lambda: against_minutes("HalfCheetah-v5", (2, 4, 8, 16))
     off_policy = ("td3_mujoco", "td3_continuous_action")
     named["policies"] = lambda: policies_against_minutes("HalfCheetah-v5", *off_policy)
