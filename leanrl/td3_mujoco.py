@@ -12,10 +12,10 @@ Fast twin: td3_mujoco_torchcompile.py. `diff -u` the two files to see what makes
 Shapes: N = num_envs, B = batch_size, n = num_steps, M = num_atoms; O, A = sizes of an observation and an action.
 S = size of a world's state, which is all that a step of the simulator depends on: a row of numbers.
 Differences from the authors' FastTD3:
-1. Values are bootstrapped through a truncation, also inside n steps; a step that only resets a world has weight 0.
-2. A world keeps its scale of noise for the whole run, and the first actions are random, as in TD3.
-3. The actor climbs the first critic alone, as in TD3, and the target networks move with it.
-4. Networks have two layers of 256 units, and an episode starts from one of 1,000 states.
+1. A target actor picks the target's action, with noise of 0.2, as in TD3; theirs is the actor, with 0.001.
+2. The targets move with the actor, as in TD3; theirs move after each update of the critics.
+3. The actor climbs the first critic, theirs the smaller of both. A step that only resets a world has weight 0.
+4. A world keeps its scale of noise; the first actions are random; layers, rates, n and atoms have other defaults.
 """
 
 import copy
