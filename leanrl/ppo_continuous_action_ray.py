@@ -127,7 +127,7 @@ def seed_process(numbers: list[int], offset: int = 0) -> int:
 
 
 def action_scale(space: gym.spaces.Box) -> tuple[np.ndarray, np.ndarray]:
-    """Center and scale, which map -1 .. 1 to the bounds of a Box; 0 and 1 in dimensions without both."""
+    """Center and scale, which map -1 .. 1 to the bounds of a Box; 0 and 1 in dimensions that lack a bound."""
     is_bounded = (space.low > -1e30) & (space.high < 1e30)  # some envs write the largest float for no bound
     low = np.where(is_bounded, space.low, -1.0)
     high = np.where(is_bounded, space.high, 1.0)
