@@ -211,3 +211,160 @@ def test_the_adamw_of_the_twin_is_pytorchs():
         optimizer.step()
         twin.adamw_([param], [reference.grad], *state, args)
     torch.testing.assert_close(param, reference.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """A run whose ring wraps: its steps, samples and updates, what the actor saw, its moments and its checkpoints."""
+    seen = SimpleNamespace(steps=[], samples=[], batches=[], actor=[], moments=[], saved=[], actor_updates=0)
+    step_worlds, sample, learn = script.step_worlds, script.sample_n_steps, script.learn_distributions
+    add_moments, forward = script.add_moments, script.Actor.forward
+    learn_mean_actor, save = script.learn_mean_actor, script.save_checkpoint
+
+    def watch_step(env, worlds, action, uniform):
+        before = env.observation(worlds["state"]).clone()
+        now, reward, terminated, valid = step_worlds(env, worlds, action, uniform)
+        after = env.observation(now["state"]).float()
+        step = {"before": before, "after": after, "action": action, "reward": reward, "valid": valid}
+        seen.steps.append(step | {"terminated": terminated})
+        return now, reward, terminated, valid
+
+    def watch_moments(moments, x, valid):
+        add_moments(moments, x, valid)
+        seen.moments.append(moments.clone())
+
+    def watch_sample(ring, newest, starts, *rest):
+        batch = sample(ring, newest, starts, *rest)
+        seen.samples.append((ring.clone(), newest, starts, dict(batch)))
+        return batch
+
+    def watch_learn(batch, *rest):
+        seen.batches.append(batch)
+        return learn(batch, *rest)
+
+    def watch_actor(*args):
+        seen.actor_updates += 1
+        return learn_mean_actor(*args)
+
+    def watch_forward(self, obs):
+        if len(obs) == 4:  # acting in the worlds
+            seen.actor.append(obs)
+        return forward(self, obs)
+
+    def watch_save(run_dir, args, kept):
+        seen.saved.append(kept)
+        save(run_dir, args, kept)
+
+    names = {"step_worlds": watch_step, "add_moments": watch_moments, "sample_n_steps": watch_sample}
+    names |= {"learn_distributions": watch_learn, "learn_mean_actor": watch_actor, "save_checkpoint": watch_save}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("watched"))
+        for name, function in names.items():
+            patch.setattr(script, name, function)
+        patch.setattr(script.Actor, "forward", watch_forward)
+        sizes = {"total_timesteps": 832, "num_updates": 4, "checkpoint_interval": 400, "std_max": 2.0}
+        train(patch, "td3_mujoco", **tiny("td3_mujoco") | sizes)
+    return seen
+
+
+def test_the_ring_holds_what_happened(watched):
+    ring, newest, starts, _ = watched.samples[-1]
+    assert len(ring) == 151 and newest == 208 == len(watched.steps) and starts == 150 - 2
+    for time in range(newest - 150, newest + 1):
+        step = watched.steps[time - 1]  # a row is written after the step that led to it
+        outcome = torch.stack([step[name].float() for name in ("reward", "terminated", "valid")], -1)
+        assert (ring[time % 151] == torch.cat([step["after"], step["action"], outcome], -1)).all()
+    assert any((~step["valid"]).any() for step in watched.steps[-150:])
+
+
+def test_actions_are_drawn_from_all_that_are_allowed(watched):
+    actions = torch.stack([step["action"] for step in watched.steps])
+    assert (actions.abs() <= 1).all() and (actions[200:].abs() == 1).any()  # noise that goes beyond is cut off
+    assert actions[:200].min() < -0.9 and actions[:200].max() > 0.9 and abs(actions[:200].mean()) < 0.1
+
+
+def test_observations_are_normalized_by_those_of_the_run(watched):
+    """A reset's observation does not count. Acting and learning use the moments of then."""
+    rows = torch.cat([step["before"][step["valid"]] for step in watched.steps]).double()
+    count, mean, variance = watched.moments[-1]
+    assert (count == len(rows)).all()
+    torch.testing.assert_close(mean, rows.mean(0))
+    torch.testing.assert_close(variance, rows.var(0, correction=0))
+    for obs, step, moments in zip(watched.actor, watched.steps[200:], watched.moments[199:]):
+        assert (obs == script.normalize(moments, step["before"])).all()
+    for k, ((*_, sampled), batch) in enumerate(zip(watched.samples, watched.batches)):
+        for name in ("obs", "next_obs"):
+            assert (batch[name] == script.normalize(watched.moments[200 + k // 4], sampled[name])).all()
+
+
+def test_each_step_is_followed_by_its_updates(watched):
+    assert len(watched.actor) == 8 and len(watched.batches) == 4 * 8 and watched.actor_updates == 2 * 8
+
+
+def test_a_checkpoint_keeps_the_ring_up_to_its_newest_row(watched):
+    first = watched.saved[0]
+    assert first["step"] == 100 and len(first["replay"]) == 101
+    assert (first["replay"][-1, :, :11] == watched.steps[99]["after"]).all()
+
+
+def test_the_exported_policy_normalizes_and_keeps_the_bounds():
+    actor = script.Actor(3, 2)
+    moments = torch.tensor([[9.0] * 3, [1.0, 50.0, -3.0], [4.0, 100.0, 0.25]], dtype=torch.float64)
+    bounds = torch.tensor([[0.5, 0.0], [2.0, 1.0], [-1.5, -1.0], [2.5, 0.001]])
+    obs = torch.randn(64, 3, dtype=torch.float64) * 10
+    expected = (bounds[0] + bounds[1] * actor(script.normalize(moments, obs))).clamp(bounds[2], bounds[3])
+    torch.testing.assert_close(script.NormalizedPolicy(actor, moments, bounds)(obs), expected)
+
+
+class ConstantCritic(torch.nn.Module):
+    """Values every action as one atom, or as the action says."""
+
+    def __init__(self, atom: int | None):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(3))
+        self.atom = atom
+
+    def forward(self, obs, action):
+        if self.atom is None:
+            return torch.cat([-action, 0 * action, action], -1) + self.bias
+        return 50 * torch.nn.functional.one_hot(torch.full((len(obs),), self.atom), 3) + self.bias
+
+
+def test_the_target_is_that_of_the_smaller_critic_at_a_smoothed_action(monkeypatch):
+    support = torch.tensor([-1.0, 0.0, 1.0])
+    batch = {"obs": torch.zeros(4, 1), "next_obs": torch.zeros(4, 1), "action": torch.zeros(4, 1)}
+    batch |= {"reward": torch.zeros(4), "discount": torch.ones(4), "weight": torch.full((4,), 0.25)}
+    smoothed, targets = [], []
+    monkeypatch.setattr(script, "smooth", lambda action, args: smoothed.append(action) or action + 1)
+    losses = script.distribution_losses
+    monkeypatch.setattr(script, "distribution_losses", lambda *a: targets.append(a[1]) or losses(*a))
+    critics = torch.nn.ModuleList([ConstantCritic(0), ConstantCritic(1)])
+    for pair in ((2, 0), (0, 2), (1, 2)):
+        optimizer = torch.optim.SGD(critics.parameters(), lr=0.0)
+        of_target = [ConstantCritic(atom) for atom in pair]
+        script.learn_distributions(batch, lambda obs: obs, critics, of_target, optimizer, support, None)
+        assert (targets[-1].argmax(-1) == min(pair)).all()
+    of_target = [ConstantCritic(None), ConstantCritic(2)]
+    script.learn_distributions(batch, lambda obs: obs, critics, of_target, optimizer, support, None)
+    torch.testing.assert_close(targets[-1][0], torch.tensor([-1.0, 0.0, 1.0]).softmax(-1))  # of action 0 + 1
+    assert len(smoothed) == 4
+
+
+def test_the_actor_climbs_the_first_critic_over_rows_that_count_and_targets_follow():
+    support = torch.tensor([-1.0, 0.0, 1.0])
+    actor, actor_target = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    critics = torch.nn.ModuleList([ConstantCritic(None), ConstantCritic(0)])
+    critics_target = torch.nn.ModuleList([ConstantCritic(1), ConstantCritic(1)])
+    critics[0].bias.data[:] = torch.tensor([0.3, 0.2, 0.1])
+    batch = {"obs": torch.tensor([[1.0], [5.0]]), "weight": torch.tensor([1.0, 0.0])}
+    before = actor_target.weight.clone()
+    action = actor(batch["obs"]).detach()
+    value = (torch.cat([-action, 0 * action, action], -1) + critics[0].bias).softmax(-1) @ support
+    old = actor.weight.clone()
+    optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+    args = SimpleNamespace(tau=0.25)
+    losses = script.learn_mean_actor(batch, actor, actor_target, critics, critics_target, optimizer, support, args)
+    torch.testing.assert_close(losses["actor_loss"], -value[0].detach())
+    assert actor.weight > old  # a larger action has a larger value
+    torch.testing.assert_close(actor_target.weight, 0.75 * before + 0.25 * actor.weight)
+    torch.testing.assert_close(critics_target[0].bias, 0.25 * critics[0].bias)
