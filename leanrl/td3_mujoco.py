@@ -12,10 +12,10 @@ Fast twin: td3_mujoco_torchcompile.py. `diff -u` the two files to see what makes
 Shapes: N = num_envs, B = batch_size, n = num_steps, M = num_atoms; O, A = sizes of an observation and an action.
 S = size of a world's state, which is all that a step of the simulator depends on: a row of numbers.
 Differences from the authors' FastTD3:
-1. A target actor picks the target's action, with noise of 0.2, as in TD3; theirs is the actor, with 0.001.
+1. A target actor picks the target's action, with noise of 0.2; theirs is the actor, with 0.001.
 2. The targets move with the actor, as in TD3; theirs move after each update of the critics.
-3. The actor climbs the first critic, theirs the smaller of both. A step that only resets a world has weight 0.
-4. A world keeps its scale of noise; the first actions are random; layers, rates, n and atoms have other defaults.
+3. The actor climbs the first critic, theirs the smaller. A step that only resets a world has weight 0.
+4. A world keeps its scale of noise. The first actions are random. Sizes and rates are our own.
 """
 
 import copy
@@ -63,15 +63,15 @@ class Args:
     learning_rate: float = 1e-3  # learning rate of the actor and the critics
     weight_decay: float = 0.1  # weight decay of AdamW
     num_envs: int | None = None  # number of worlds, stepped together; default: 64, or 1,024 on a GPU
-    buffer_size: int = 10_000  # steps of each world in the replay ring: 104 bytes a step in HalfCheetah
+    buffer_size: int = 10_000  # steps of each world in the replay: 104 bytes each in HalfCheetah, 1,472 in Humanoid
     batch_size: int | None = None  # transitions per update; default: 256, or 32,768 on a GPU
-    num_updates: int = 4  # updates per step of all worlds
+    num_updates: int = 4  # updates per step of all worlds, a multiple of --policy-frequency
     num_steps: int = 3  # rewards that a target sums before it takes the target critic's value
     gamma: float = 0.99  # discount factor
     tau: float = 0.1  # how far the target networks move towards the trained ones at each update of the actor
     num_atoms: int = 101  # values that the critics' distributions are made of
     v_min: float = -1000.0  # least of these values, of a discounted return
-    v_max: float = 1000.0  # largest of these values
+    v_max: float = 1000.0  # largest of these values: at gamma 0.99, a reward of 10 in each step
     policy_noise: float = 0.2  # std of noise on the target's actions, relative to half the action range
     noise_clip: float = 0.5  # largest noise on the target's actions, relative to half the action range
     std_min: float = 0.001  # std of noise on the actions of the last world, relative to half the action range

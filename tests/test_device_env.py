@@ -414,7 +414,8 @@ def test_an_iteration_never_leaves_the_device_nor_waits_for_it(monkeypatch, name
     iterate_on_meta(monkeypatch, load(name), env_id)
 
 
-PLAIN = {"ppo_mujoco": {}, "td3_mujoco": {"dims": 1, "learning_starts": 40, "policy_frequency": 1, "batch_size": 8}}
+ONE_UPDATE = {"learning_starts": 40, "num_updates": 1, "policy_frequency": 1, "batch_size": 8}
+PLAIN = {"ppo_mujoco": {}, "td3_mujoco": {"dims": 1} | ONE_UPDATE}
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -47,8 +47,9 @@ def test_run_folder_holds_events_and_summary(monkeypatch, name):
     assert summary["args"]["env_id"] == tiny(name)["env_id"] and summary["args"]["exp_name"] == name
     assert run.metrics["global_step"] == 1024
     assert all(torch.isfinite(torch.tensor(value)) for value in run.metrics.values())
-    # Pendulum: 200 steps of at worst -16.3; Breakout: a random policy hits a few bricks.
-    low, high = (5, 500) if name in DISCRETE + MUJOCO else (-0.1, 15) if name in ATARI else (-1600 * 1.3, 0)
+    # Pendulum: 200 steps of at worst -16.3; Breakout: a random policy hits a few bricks; Hopper: it may fall backwards.
+    low, high = (5, 500) if name in DISCRETE else (-0.1, 15) if name in ATARI else (-1600 * 1.3, 0)
+    low, high = (-50, 500) if name in MUJOCO else (low, high)
     assert run.metrics["SPS"] > 0 and low < run.metrics["episodic_return"] < high
     events = EventAccumulator(str(run.run_dir)).Reload()
     losses = row(name).losses
