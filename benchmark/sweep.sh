@@ -10,6 +10,7 @@ for of in "impala --update-epochs=1 --no-norm-adv --gae-lambda=1" "appo --update
   rllib=".venv-rllib/bin/python benchmark/rllib_peer.py ${of%% *} --steps {steps} --seed {seed}"
   $compare ppo_atari_ray --pairs 2 --steps 49152 --modes compile --flags="--num-minibatches=1 ${of#* }" --external "RLlib=$rllib"
 done
+$compare pqn_device_env --env-id MinAtar/Breakout-v1 --steps 204800 --flags="--num-minibatches 32"
 for tool in phases ablate scans efficiency worlds; do python benchmark/$tool.py --out benchmark/results; done
 for tool in saving steps; do python benchmark/$tool.py; done
 
@@ -46,6 +47,8 @@ for patch in "" "--patch benchmark/ablations/dqn_lru/no-memory.patch"; do $run $
 $run ppo_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
 $run ppo_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
 $run pqn_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
+# purejaxql_peer.py says what it needs
+python benchmark/purejaxql_peer.py
 $run pqn_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
 $run a2c_device_env --env-ids CartPole-v1 --total-timesteps 5000000 --seeds $(seq 5) $jax
 $run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --seeds $(seq 10)

@@ -517,6 +517,8 @@ def blocks() -> dict[str, Callable[[], str]]:
     named |= {"latency": latency, "earlier": earlier}
     named["speed"] = lambda: speed(first_of_each_script())
     named["speed elsewhere"] = lambda: speed([t for t in of_catalog() if t not in first_of_each_script()])
+    breakout = {"script": "pqn_device_env", "env_id": "MinAtar/Breakout-v1"}
+    named["speed of pqn in breakout"] = lambda: speed(tables("speed", **breakout))
     for name, value in {"impala": IMPALA, "appo": APPO}.items():
         named[f"speed {name}"] = lambda value=value: speed(tables("speed", flags=value))
     for script in CATALOG:

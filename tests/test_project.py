@@ -98,9 +98,10 @@ def test_every_command_in_the_documents_parses(line):
     if name in ("benchmark/plot", "benchmark/saving", "benchmark/steps"):
         assert set(words[1:]) <= {"--check"}
     elif name.startswith("benchmark/"):
-        args = tyro.cli(importlib.import_module(name.removeprefix("benchmark/")).Args, args=words[1:])
-        names_no_script = [f"benchmark/{tool}" for tool in ("scans", "efficiency", "processes", "film", "worlds")]
-        scripts = [] if name in names_no_script else getattr(args, "scripts", None) or [args.script]
+        tool = name.removeprefix("benchmark/")
+        args = tyro.cli(importlib.import_module(tool).Args, args=words[1:])
+        names_no_script = tool in ("scans", "efficiency", "processes", "film", "worlds", "purejaxql_peer")
+        scripts = [] if names_no_script else getattr(args, "scripts", None) or [args.script]
         assert all((ROOT / "leanrl" / f"{script}.py").exists() for script in scripts)
     else:
         tyro.cli(load(name).Args, args=words[1:])
@@ -189,6 +190,10 @@ def test_the_sweep_trains_every_published_run(tmp_path):
             modes = [args.patch.stem] if args.patch else args.modes
             runs = itertools.product([args.script], args.env_ids, modes, args.seeds, [args.total_timesteps])
             trained |= {tuple(map(str, run)) for run in runs}
+        if program == "benchmark/purejaxql_peer.py":
+            args = tyro.cli(importlib.import_module("purejaxql_peer").Args, args=words)
+            runs = itertools.product(args.seeds, [args.total_timesteps])
+            trained |= {("pqn_device_env", "MinAtar/Breakout-v1", "purejaxql", *map(str, run)) for run in runs}
     with (ROOT / "benchmark" / "results" / "returns.csv").open() as file:
         for row in csv.DictReader(file):
             assert tuple(row[name] for name in ("script", "env_id", "mode", "seed", "steps")) in trained
