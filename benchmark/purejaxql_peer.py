@@ -48,6 +48,8 @@ def train(folder: Path, total_timesteps: int, seed: int) -> np.ndarray:
     sys.modules["omegaconf"].OmegaConf = None
     sys.path.insert(0, str(folder))
     import jax
+
+    jax.tree_map = jax.tree_util.tree_map  # gymnax knows its old name
     from purejaxql.pqn_minatar import make_train
 
     trained = jax.jit(make_train(settings(folder, total_timesteps)))(jax.random.PRNGKey(seed))
