@@ -612,8 +612,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         ring[: len(saved["replay"])] = saved["replay"]
         random.set_rng_state(saved["rng_state"])
 
-    def advance(action: Tensor) -> Tensor:
-        """Steps all worlds; returns the row of the ring that holds the step."""
+    def advance(action: Tensor, newest: int):
+        """Steps all worlds, and puts the step into the ring."""
         obs = env.observation(worlds["state"])
         uniform = torch.rand(N, env.num_uniforms, device=device)
         now, reward, terminated, valid = step_worlds(env, worlds, action, uniform)
@@ -621,14 +621,15 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             worlds[name].copy_(x)
         add_moments(obs_moments, obs[None], valid[None])
         outcome = torch.stack([reward, terminated.float(), valid.float()], -1)
-        return torch.cat([env.observation(now["state"]).float(), action, outcome], -1)
+        ring[newest % len(ring)] = torch.cat([env.observation(now["state"]).float(), action, outcome], -1)
 
-    def explore() -> Tensor:
-        return advance(2 * torch.rand(N, act_dim, device=device) - 1)
+    def explore(newest: int):
+        advance(2 * torch.rand(N, act_dim, device=device) - 1, newest)
 
-    def act() -> Tensor:
-        action = actor(normalize(obs_moments, env.observation(worlds["state"])))
-        return advance((action + std * torch.randn_like(action)).clamp(-1, 1))
+    def act(newest: int):
+        with torch.no_grad():
+            action = actor(normalize(obs_moments, env.observation(worlds["state"])))
+        advance((action + std * torch.randn_like(action)).clamp(-1, 1), newest)
 
     def learn(newest: int) -> dict[str, Tensor]:
         """As many updates of the critics as --policy-frequency says, and one of the actor."""
@@ -643,8 +644,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     def iterate(newest: int) -> dict[str, Tensor]:
         """A step of all worlds and the updates after it."""
-        with torch.no_grad():
-            ring[newest % len(ring)] = act()
+        act(newest)
         for _ in range(args.num_updates // args.policy_frequency):
             losses = learn(newest)
         return losses
@@ -655,7 +655,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     interval = args.checkpoint_interval or math.inf
     for step in range(first_step, total_steps):
         if step < random_steps:
-            ring[(step + 1) % len(ring)] = explore()
+            explore(step + 1)
         else:
             losses = iterate(step + 1)
         global_step = (step + 1) * N

@@ -748,8 +748,8 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         ring[: len(saved["replay"])] = saved["replay"]
         random.set_rng_state(saved["rng_state"])
 
-    def advance(action: Tensor) -> Tensor:
-        """Steps all worlds; returns the row of the ring that holds the step."""
+    def advance(action: Tensor):
+        """Steps all worlds, and puts the step into the ring."""
         obs = env.observation(worlds["state"])
         uniform = torch.rand(N, env.num_uniforms, device=device)
         now, reward, terminated, valid = step_worlds(env, worlds, action, uniform)
@@ -757,14 +757,15 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
             worlds[name].copy_(x)
         add_moments(obs_moments, obs[None], valid[None])
         outcome = torch.stack([reward, terminated.float(), valid.float()], -1)
-        return torch.cat([env.observation(now["state"]).float(), action, outcome], -1)
+        row = torch.cat([env.observation(now["state"]).float(), action, outcome], -1)
+        insert_(ring, newest, row[None])  # perf[ring]
 
-    def explore() -> Tensor:
-        return advance(2 * torch.rand(N, act_dim, device=device) - 1)
+    def explore():
+        advance(2 * torch.rand(N, act_dim, device=device) - 1)
 
-    def act() -> Tensor:
+    def act():
         action = actor(normalize(obs_moments, env.observation(worlds["state"])))
-        return advance((action + std * torch.randn_like(action)).clamp(-1, 1))
+        advance((action + std * torch.randn_like(action)).clamp(-1, 1))
 
     def learn() -> Tensor:
         """As many updates of the critics as --policy-frequency says, and one of the actor."""
@@ -778,7 +779,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
 
     def iterate() -> Tensor:
         """A step of all worlds and the updates after it."""
-        insert_(ring, newest, act()[None])  # perf[ring]
+        act()
         for _ in range(args.num_updates // args.policy_frequency):
             losses = learn()
         return losses
@@ -796,7 +797,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     interval = args.checkpoint_interval or math.inf
     for step in range(first_step, total_steps):
         if step < random_steps:
-            insert_(ring, newest, explore()[None])  # perf[ring]
+            explore()  # perf[ring] its row, too, goes where the device counts
         else:
             losses = dict(zip(TD3_LOSSES, iterate()))
         global_step = (step + 1) * N
