@@ -1,5 +1,6 @@
 """FastTD3's own parts: the projection of a distribution, sums of n rewards, and a ring whose resets do not count."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -368,3 +369,33 @@ def test_the_actor_climbs_the_first_critic_over_rows_that_count_and_targets_foll
     assert actor.weight > old  # a larger action has a larger value
     torch.testing.assert_close(actor_target.weight, 0.75 * before + 0.25 * actor.weight)
     torch.testing.assert_close(critics_target[0].bias, 0.25 * critics[0].bias)
+
+
+RAIL = """<mujoco><option timestep="0.02"/><worldbody>
+<body><joint name="rail" type="slide" axis="1 0 0" damping="5"/><geom size="0.1"/></body></worldbody>
+<actuator><motor joint="rail" ctrlrange="-1 1" gear="20"/></actuator></mujoco>"""
+
+
+class Rail(script.HalfCheetah):
+    """A ball on a rail. Each of 50 steps pays 1 near place 1, and less elsewhere."""
+
+    xml = Path("rail.xml")
+    time_limit = 50
+
+    @staticmethod
+    def outcome(old: dict, new: dict, ctrl, dt: float):
+        place = new["qpos"][:, 0]
+        return (-((place - 1) ** 2)).exp(), torch.zeros_like(place, dtype=torch.bool)
+
+    @staticmethod
+    def observe(now: dict):
+        return torch.cat([now["qpos"], now["qvel"]], -1)
+
+
+@pytest.mark.slow
+def test_a_ball_learns_to_stay_at_its_place(monkeypatch, own_folder):
+    Rail.xml.write_text(RAIL)
+    monkeypatch.setitem(script.ROBOTS, "Rail", Rail)
+    sizes = {"num_envs": 16, "total_timesteps": 11_200, "learning_starts": 1600, "num_updates": 2}
+    run = train(monkeypatch, "td3_mujoco", env_id="Rail", v_min=-100.0, v_max=100.0, **sizes)
+    assert run.metrics["episodic_return"] > 35  # 20 where it starts, 45 at best

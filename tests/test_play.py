@@ -20,7 +20,8 @@ from catalog import CATALOG
 from conftest import ATARI, MEMORY, ROOT, tiny, train
 from torch import nn
 
-KINDS = ("ppo_continuous_action", "sac_continuous_action", "dqn", "ppo_lru", "pqn_device_env", "ppo_atari_envpool")
+KINDS = ("ppo_continuous_action", "sac_continuous_action", "td3_mujoco", "dqn", "ppo_lru", "pqn_device_env")
+KINDS += ("ppo_atari_envpool",)
 GAMES = {name: "Pong-v5" if "atari" in name else CATALOG[name].tiny["env_id"] for name in KINDS}
 
 
