@@ -47,7 +47,8 @@ for patch in "" "--patch benchmark/ablations/dqn_lru/no-memory.patch"; do $run $
 $run ppo_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
 $run ppo_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
 $run pqn_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
-# purejaxql_peer.py says what it needs
+# PQN in the Breakout of its authors; purejaxql_peer.py says what it needs
+$run pqn_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 --patch benchmark/no-sticky-actions.patch
 python benchmark/purejaxql_peer.py
 $run pqn_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
 $run a2c_device_env --env-ids CartPole-v1 --total-timesteps 5000000 --seeds $(seq 5) $jax

@@ -188,6 +188,9 @@ def test_the_sweep_trains_every_published_run(tmp_path):
         if program == "benchmark/returns.py":
             args = tyro.cli(importlib.import_module("returns").Args, args=words)
             modes = [args.patch.stem] if args.patch else args.modes
+            if args.patch:
+                apply = ["git", "apply", "--check", "--recount", "--directory=leanrl", args.patch]
+                subprocess.run(apply, cwd=ROOT, check=True)
             runs = itertools.product([args.script], args.env_ids, modes, args.seeds, [args.total_timesteps])
             trained |= {tuple(map(str, run)) for run in runs}
         if program == "benchmark/purejaxql_peer.py":
