@@ -19,7 +19,8 @@ from tables import blocks, is_ours, minutes, ppo_rows, where
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "benchmark" / "notebook.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS, PEER, PLAIN = "#2b6cb0", "#a0aec0", "#c05621"
-COLORS = {"eager": PLAIN, "no memory": "#718096", "jax": "#805ad5", "sb3 contrib": "#d69e2e"}
+COLORS = {"eager": PLAIN, "no memory": "#718096", "jax": "#805ad5", "no sticky actions": "#2f855a"}
+COLORS |= dict.fromkeys(("sb3", "sb3 contrib", "purejaxql"), "#d69e2e")
 
 
 @contextmanager
