@@ -6,8 +6,9 @@ It needs JAX from `./run.sh compare`, `pip install gymnax==0.0.8`, and their cod
 
     git clone https://github.com/mttga/purejaxql && git -C purejaxql checkout 47af6d7
 
-Their Breakout is gymnax's, without sticky actions. The return is the mean of each env's last episode. The whole run is
-one function of JAX, so the seconds of its curve are spread evenly. It takes one to two hours on a core.
+Their Breakout is gymnax's, without sticky actions. The return is that of each env's last episode, 0 before its first;
+it is the mean over the envs and the steps of a rollout. The whole run is one function of JAX, so the seconds of its
+curve are spread evenly. It takes an hour on a core. A run that is recorded already is not repeated.
 """
 
 import sys
@@ -20,7 +21,7 @@ from types import ModuleType
 import numpy as np
 import tyro
 import yaml
-from results import RESULTS, machine
+from results import RESULTS, machine, read_csv
 from returns import append_csv, learning_curve
 
 
@@ -40,7 +41,7 @@ def settings(folder: Path, total_timesteps: int) -> dict:
     return config | {"NUM_SEEDS": 1}
 
 
-def train(folder: Path, total_timesteps: int, seed: int) -> np.ndarray:
+def train(folder: Path, config: dict, seed: int) -> np.ndarray:
     """The mean return of the envs' last episodes after each update."""
     for name in ("wandb", "hydra", "omegaconf"):  # which their file imports, and this run does not use
         sys.modules[name] = ModuleType(name)
@@ -52,18 +53,22 @@ def train(folder: Path, total_timesteps: int, seed: int) -> np.ndarray:
     jax.tree_map = jax.tree_util.tree_map  # gymnax knows its old name
     from purejaxql.pqn_minatar import make_train
 
-    trained = jax.jit(make_train(settings(folder, total_timesteps)))(jax.random.PRNGKey(seed))
+    trained = jax.jit(make_train(config))(jax.random.PRNGKey(seed))
     return np.asarray(trained["metrics"]["returned_episode_returns"])
 
 
 def main(args: Args):
+    kept = {row["seed"] for row in read_csv(args.out / "returns.csv") if row["mode"] == "purejaxql"}
+    config = settings(args.folder, args.total_timesteps)
     for seed in args.seeds:
+        if str(seed) in kept:
+            continue
         begin = time.perf_counter()
-        value = train(args.folder, args.total_timesteps, seed)
+        value = train(args.folder, config, seed)
         seconds = time.perf_counter() - begin
-        share = np.arange(1, len(value) + 1) / len(value)
-        step = (share * args.total_timesteps).astype(int)
-        curve = learning_curve(step, share * seconds, value, args.total_timesteps)
+        rollouts = np.arange(1, len(value) + 1)
+        step = rollouts * config["NUM_ENVS"] * config["NUM_STEPS"]
+        curve = learning_curve(step, rollouts / len(value) * seconds, value, args.total_timesteps)
         row = {"script": "pqn_device_env", "env_id": "MinAtar/Breakout-v1", "mode": "purejaxql", "seed": seed}
         row |= {"steps": args.total_timesteps, "episodic_return": f"{value[-1]:.6g}", "minutes": f"{seconds / 60:.1f}"}
         here = machine()

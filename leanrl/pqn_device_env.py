@@ -11,11 +11,12 @@ Paper: Gallici et al. 2024, https://arxiv.org/abs/2407.04811.
 Fast twin: pqn_device_env_torchcompile.py. `diff -u` the two files to see what makes it faster.
 Shapes: T = num_steps, N = num_envs, B = T * N, rows of a rollout; O = size of an observation, A = number of actions.
 Differences from the authors' purejaxql:
-1. Values are bootstrapped through a truncation; only a termination ends the return.
-2. A step that only resets an env is masked out of the loss.
-3. Adam instead of RAdam, PyTorch's initial weights, and no scaling of inputs or rewards.
-4. Breakout's network has a layer of 128 units in place of a convolution.
-5. A checkpoint holds the envs, too, so a resumed run goes on in the middle of their episodes.
+1. Values are bootstrapped through a truncation; only a termination ends the return. Resets do not count.
+2. In a rollout's last step but one, the next value is that of the next step; theirs is that after the rollout.
+3. Adam instead of RAdam, PyTorch's initial weights, a rate that falls per rollout, no scaling of inputs or rewards.
+4. Breakout sometimes repeats an action, as MinAtar does. Its network has 128 units in place of a convolution.
+5. CartPole's sizes, rates and shares are our own.
+6. A checkpoint holds the envs, too, so a resumed run goes on in the middle of their episodes.
 """
 
 import json
@@ -54,7 +55,7 @@ class Args:
     num_steps: int = 32  # steps of each env per rollout
     anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
     gamma: float = 0.99  # discount factor
-    q_lambda: float = 0.65  # lambda of Q(lambda): how much later rewards count against the next value
+    q_lambda: float = 0.65  # lambda of Q(lambda): weight of the next step's return; its value has the rest
     num_minibatches: int = 4  # minibatches per epoch; must divide --num-envs times --num-steps
     update_epochs: int = 2  # passes over each rollout
     start_e: float = 1.0  # share of random actions at first
@@ -240,7 +241,7 @@ def gae(reward: Tensor, value: Tensor, terminated: Tensor, done: Tensor, gamma: 
 
 
 def q_loss(q: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Half the squared error () of the actions' values, of q (B, A), and what to log; means are over valid rows."""
+    """Half the mean squared error of the actions' values, from q (B, A), and what to log; only valid rows count."""
     weight = batch["valid"] / batch["valid"].sum().clamp(min=1)
     value = q.gather(-1, batch["action"][:, None])[:, 0]
     loss = 0.5 * (weight * (value - batch["target"]) ** 2).sum()

@@ -49,7 +49,7 @@ class Args:
     num_steps: int = 32  # steps of each env per rollout
     anneal_lr: bool = True  # lower the learning rate linearly to zero over the run
     gamma: float = 0.99  # discount factor
-    q_lambda: float = 0.65  # lambda of Q(lambda): how much later rewards count against the next value
+    q_lambda: float = 0.65  # lambda of Q(lambda): weight of the next step's return; its value has the rest
     num_minibatches: int = 4  # minibatches per epoch; must divide --num-envs times --num-steps
     update_epochs: int = 2  # passes over each rollout
     start_e: float = 1.0  # share of random actions at first
@@ -232,7 +232,7 @@ def gae(reward: Array, value: Array, terminated: Array, done: Array, gamma: floa
 
 
 def q_loss(q: Array, batch: dict[str, Array]) -> tuple[Array, Array]:
-    """Half the squared error () of the actions' values, of q (B, A), and what to log; means are over valid rows."""
+    """Half the mean squared error of the actions' values, from q (B, A), and what to log; only valid rows count."""
     weight = batch["valid"] / jnp.maximum(batch["valid"].sum(), 1)
     value = jnp.take_along_axis(q, batch["action"][:, None], -1)[:, 0]
     loss = 0.5 * (weight * (value - batch["target"]) ** 2).sum()

@@ -21,6 +21,7 @@ import peers
 import phases
 import plot
 import probes
+import purejaxql_peer
 import pytest
 import results
 import returns
@@ -572,6 +573,25 @@ def test_runs_of_other_lengths_have_curves_of_their_own(monkeypatch, own_folder)
     assert [row[5:7] for row in tables.return_rows()] == [("2.0", ""), ("4.0", "7.0")]
     plot.curves("ppo_atari_envpool", own_folder / "x.png")
     assert (own_folder / "x.png").stat().st_size > 5000
+
+
+def test_the_authors_pqn_is_recorded_once(monkeypatch, tmp_path):
+    """Its settings are those of their file, but for what the peer says; a recorded seed is not trained again."""
+    folder = tmp_path / "purejaxql/config/alg"
+    folder.mkdir(parents=True)
+    (folder / "pqn_minatar.yaml").write_text("NUM_ENVS: 4\nNUM_STEPS: 5\nLAMBDA: 0.65\nENV_NAME: Asterix-MinAtar\n")
+    configs = []
+    monkeypatch.setattr(purejaxql_peer, "train", lambda _, config, seed: configs.append(config) or np.arange(10.0))
+    monkeypatch.setattr(purejaxql_peer, "machine", lambda: HERE)
+    for _ in range(2):
+        purejaxql_peer.main(purejaxql_peer.Args(tmp_path, (3, 4), 200, tmp_path))
+    assert len(configs) == 2 and configs[0]["LAMBDA"] == 0.65 and configs[0]["ENV_NAME"] == "Breakout-MinAtar"
+    assert [(row["seed"], row["episodic_return"]) for row in results.read_csv(tmp_path / "returns.csv")] == [
+        ("3", "9"),
+        ("4", "9"),
+    ]
+    (curve,) = (tmp_path / "curves").glob("*.csv")
+    assert [int(row["step"]) for row in results.read_csv(curve)] == [*range(20, 201, 20)] * 2
 
 
 def test_the_curve_of_a_peer_is_that_of_its_monitor(monkeypatch, tmp_path):
