@@ -14,7 +14,6 @@ curve are spread evenly. It takes an hour on a core. A run that is recorded alre
 import sys
 import time
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +21,7 @@ import numpy as np
 import tyro
 import yaml
 from results import RESULTS, machine, read_csv
-from returns import append_csv, learning_curve
+from returns import keep, learning_curve
 
 
 @dataclass
@@ -58,25 +57,20 @@ def train(folder: Path, config: dict, seed: int) -> np.ndarray:
 
 
 def main(args: Args):
-    kept = {row["seed"] for row in read_csv(args.out / "returns.csv") if row["mode"] == "purejaxql"}
+    done = {row["seed"] for row in read_csv(args.out / "returns.csv") if row["mode"] == "purejaxql"}
     config = settings(args.folder, args.total_timesteps)
     for seed in args.seeds:
-        if str(seed) in kept:
+        if str(seed) in done:
             continue
-        begin = time.perf_counter()
+        here, begin = machine(), time.perf_counter()
         value = train(args.folder, config, seed)
         seconds = time.perf_counter() - begin
         rollouts = np.arange(1, len(value) + 1)
         step = rollouts * config["NUM_ENVS"] * config["NUM_STEPS"]
         curve = learning_curve(step, rollouts / len(value) * seconds, value, args.total_timesteps)
-        row = {"script": "pqn_device_env", "env_id": "MinAtar/Breakout-v1", "mode": "purejaxql", "seed": seed}
-        row |= {"steps": args.total_timesteps, "episodic_return": f"{value[-1]:.6g}", "minutes": f"{seconds / 60:.1f}"}
-        here = machine()
-        row |= {"device": here["gpu"] or here["cpu"], "torch": here["torch"], "commit": here["commit"]}
-        row |= {"date": date.today().isoformat(), "played": ""}
-        name = f"pqn_device_env__MinAtar_Breakout-v1__{args.total_timesteps}__purejaxql.csv"
-        append_csv(args.out / "curves" / name, [{"seed": seed} | row for row in curve])
-        append_csv(args.out / "returns.csv", [row])
+        run = {"script": "pqn_device_env", "env_id": "MinAtar/Breakout-v1", "mode": "purejaxql", "seed": seed}
+        run |= {"steps": args.total_timesteps, "episodic_return": f"{value[-1]:.6g}"}
+        keep(run, curve, here, "", args.out)
 
 
 if __name__ == "__main__":

@@ -144,15 +144,20 @@ def run(script: str, env_id: str, seed: int, mode: str, args: Args):
     train = run_peer if mode in CATALOG[script].peers else run_script
     with tempfile.TemporaryDirectory() as folder:
         step, seconds, value, episodic_return, mean_played = train(script, env_id, seed, mode, folder, args)
-    mode = recorded(mode, args)
     curve = learning_curve(step, seconds, value, total_timesteps)
-    name = re.sub("[/:]", "_", f"{script}__{env_id}__{total_timesteps}__{mode}.csv").replace(" ", "-")
-    row = {"script": script, "env_id": env_id, "mode": mode, "seed": seed, "steps": total_timesteps}
-    row |= {"episodic_return": f"{episodic_return:.6g}", "minutes": f"{float(curve[-1]['seconds']) / 60:.1f}"}
+    run = {"script": script, "env_id": env_id, "mode": recorded(mode, args), "seed": seed, "steps": total_timesteps}
+    keep(run | {"episodic_return": f"{episodic_return:.6g}"}, curve, here, mean_played, args.out)
+
+
+def keep(run: dict, curve: list[dict], here: dict, mean_played: str, out: Path):
+    """Appends a run on this machine to returns.csv, and its curve to a file of its kind."""
+    kind = "__".join(str(run[name]) for name in ("script", "env_id", "steps", "mode"))
+    name = re.sub("[/:]", "_", f"{kind}.csv").replace(" ", "-")
+    row = run | {"minutes": f"{float(curve[-1]['seconds']) / 60:.1f}"}
     row |= {"device": here["gpu"] or here["cpu"], "torch": here["torch"], "commit": here["commit"]}
     row |= {"date": date.today().isoformat(), "played": mean_played}
-    append_csv(args.out / "curves" / name, [{"seed": seed} | row for row in curve])
-    append_csv(args.out / "returns.csv", [row])
+    append_csv(out / "curves" / name, [{"seed": run["seed"]} | row for row in curve])
+    append_csv(out / "returns.csv", [row])
 
 
 def main(args: Args):
