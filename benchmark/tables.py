@@ -219,7 +219,7 @@ def ablation() -> str:
 
 NO_GAIN = {  # of tricks that no ablation takes out; of others: the script does not work without them
     "capture": "[measured on a GPU](gpu.md), as the step from compiled to compiled with CUDA graphs",
-    "flat": "not measured yet; it is for a GPU",
+    "flat": "not measured apart",
     "overlap": "not measured yet; it is for a GPU",
     "pinned": "not measured yet; it is for a GPU",
     "operator": "not measured apart; with perf[graph], that of `compile` over `eager` in the notebook",

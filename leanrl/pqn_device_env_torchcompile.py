@@ -19,6 +19,7 @@ Differences from the authors' purejaxql:
 6. A checkpoint holds the envs, too, so a resumed run goes on in the middle of their episodes.
 """
 
+import copy  # perf[flat]
 import json
 import logging  # perf[capture]
 import math
@@ -43,7 +44,7 @@ from tqdm import tqdm
 
 REPORT_EVERY = 10  # rollouts between two reports, in which the host waits for the device
 STEPS_AT_ONCE = 8  # perf[graph] steps in a compiled function, since each call of one takes time on the host
-UPDATES_AT_ONCE = 2  # perf[graph] updates in a compiled function: more take longer to compile
+UPDATES_AT_ONCE = 4  # perf[graph] updates in a compiled function: more take longer to compile
 
 
 @dataclass
@@ -261,6 +262,13 @@ def q_loss(q: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return loss, torch.stack([loss, (weight * value).sum()]).detach()
 
 
+# perf[flat] keep all parameters in one vector, so that Adam and all else meets one tensor
+def unflatten(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """The parameters by name, as views of their vector (P,)."""
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
+
+
 # perf[graph] Adam as a function of tensors, so that it compiles into the update
 def adam_(params, grads, exp_avgs, exp_avg_sqs, step: Tensor, lr: Tensor, eps: float):
     """A step of Adam in place (Kingma & Ba 2015, end of section 2)."""
@@ -305,12 +313,13 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
     torch.manual_seed(args.seed)
 
     q_network = LayerNormQNetwork(env.obs_dim, env.num_actions).to(device).requires_grad_(False)
-    parameters = dict(q_network.named_parameters())
+    shapes = {name: p.shape for name, p in q_network.named_parameters()}
+    flat = nn.utils.parameters_to_vector(q_network.parameters())  # perf[flat]
+    nn.utils.vector_to_parameters(flat, q_network.parameters())  # its views from here on
     lr = torch.zeros((), device=device)  # perf[tensor] a number would keep the value it was compiled with
     envs = first_envs(env, N, device)
 
-    # perf[graph] the state of a run is tensors alone
-    state = {"parameters": parameters, "adam": adam_state(parameters.values()), "envs": envs}
+    state = {"flat": flat, "adam": adam_state([flat]), "envs": envs}  # perf[graph] tensors
     random = torch.cuda if device.type == "cuda" else torch  # whose generator draws all that follows
     if saved:
         for tensor, saved_tensor in zip(tree_leaves(state), saved["state"]):  # perf[graph]
@@ -351,13 +360,12 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         """A gradient step on the rows idx of the batch; returns what to log."""
         minibatch = {name: x[idx] for name, x in batch.items()}
 
-        def loss_of(parameters: dict[str, Tensor]):
-            return q_loss(functional_call(q_network, parameters, minibatch["obs"]), minibatch)
+        def loss_of(flat: Tensor):
+            return q_loss(functional_call(q_network, unflatten(flat, shapes), minibatch["obs"]), minibatch)
 
-        grads, (_, losses) = grad_and_value(loss_of, has_aux=True)(parameters)  # perf[graph]
-        norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
-        scale = (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        adam_(parameters.values(), [grad * scale for grad in grads.values()], *state["adam"], lr, eps=1e-5)
+        grad, (_, losses) = grad_and_value(loss_of, has_aux=True)(flat)  # perf[graph] perf[flat]
+        scale = (args.max_grad_norm / (grad.norm() + 1e-6)).clamp(max=1)
+        adam_([flat], [grad * scale], *state["adam"], lr, eps=1e-5)
         return losses
 
     def learn(batch: dict, minibatches: Tensor) -> Tensor:
@@ -373,7 +381,7 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         now = envs
         parts = []
         with torch.no_grad():
-            for part in uniform.split(math.gcd(T, STEPS_AT_ONCE)):  # all of one length, to be compiled once
+            for part in uniform.split(math.gcd(T, STEPS_AT_ONCE)):  # parts of one length compile once
                 now, rows = play(now, epsilon, part)
                 parts.append(rows)
             rollout = {name: torch.cat([rows[name] for rows in parts]) for name in parts[0]}
@@ -420,13 +428,13 @@ def train(args: Args, signals: list[int] = ()) -> dict[str, float]:
         is_due = global_step // interval > clock[1] // interval  # passed since the last report
         clock = time.perf_counter(), global_step
         if is_due or signals:
-            kept = {"iteration": iteration + 1, "rng_state": random.get_rng_state()}
-            kept["state"] = tree_leaves(state)  # perf[graph]
-            save_checkpoint(run_dir, args, kept)
+            kept = {"iteration": iteration + 1, "rng_state": random.get_rng_state(), "state": tree_leaves(state)}
+            save_checkpoint(run_dir, args, kept)  # perf[graph]
         if signals:
             break
 
-    finish_run(args, run_dir, metrics, writer, GreedyQNetwork(q_network, first_action=0), torch.zeros(2, env.obs_dim))
+    policy = GreedyQNetwork(copy.deepcopy(q_network), first_action=0)  # perf[flat]
+    finish_run(args, run_dir, metrics, writer, policy, torch.zeros(2, env.obs_dim))
     progress.close()
     return metrics
 

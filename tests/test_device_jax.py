@@ -33,18 +33,18 @@ def parameters_of(name: str, weights: dict) -> dict:
     return {part: layers(*(f"{part}.{i}" for i in (0, 2, 4))) for part in ("actor", "critic")}
 
 
-CASES = [(NAMES[0], "CartPole-v1"), pytest.param(NAMES[1], "MinAtar/Breakout-v1", marks=pytest.mark.long)]
-CASES.append((NAMES[2], "MinAtar/Breakout-v1"))
+CASES = [(NAMES[0], "CartPole-v1", {}), pytest.param(NAMES[1], "MinAtar/Breakout-v1", {}, marks=pytest.mark.long)]
+CASES += [(NAMES[2], "MinAtar/Breakout-v1", {})] + [(NAMES[2], "CartPole-v1", {"q_lambda": x}) for x in (0.0, 1.0)]
 
 
-@pytest.mark.parametrize(("name", "env_id"), CASES)
-def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, name, env_id, num_iterations=3):
+@pytest.mark.parametrize(("name", "env_id", "flags"), CASES)
+def test_jax_computes_the_same_from_the_same_weights_and_numbers(monkeypatch, name, env_id, flags, num_iterations=3):
     """The parameters after the iterations differ by less than 1e-4, and the losses by a thousandth."""
     ours = load(name)
     other = load(f"{name}_jax")
     for script in (ours, other):  # many a truncation
         monkeypatch.setattr(script.ENVS[env_id], "time_limit", 7)
-    sizes = {"env_id": env_id, "num_envs": 32, "num_steps": 16, "total_timesteps": 512 * num_iterations}
+    sizes = {"env_id": env_id, "num_envs": 32, "num_steps": 16, "total_timesteps": 512 * num_iterations} | flags
     sizes |= {"exploration_fraction": 0.8} if "pqn" in name else {"ent_coef": 0.03, "norm_adv": True}
     policy, agents, starts = row(name).policy, [], []
 
@@ -121,7 +121,8 @@ def test_explained_variance_is_that_of_pytorch(name):
 
 
 BAD = [{"env_id": "CartPol-v1"}, {"total_timesteps": 1}, {"gamma": 2.0}, {"num_envs": 0}, {"seed": 2**32}]
-CASES = [(name, flags) for name in NAMES for flags in BAD] + [("ppo_device_env", {"num_minibatches": 7})]
+CASES = [(name, flags) for name in NAMES for flags in BAD]
+CASES += [(name, {"num_minibatches": 7}) for name in (NAMES[0], NAMES[2])]
 
 
 @pytest.mark.parametrize(("name", "flags"), CASES)
