@@ -247,7 +247,7 @@ CATALOG = {
         # an episode pays 500 at most, and 22 with random actions
         gate=({"num_envs": 32, "total_timesteps": 200_000}, 120, 150),
         adam=({"learning_rate": 3e-3, "anneal_lr": False}, [3e-3], 1e-5),
-        graphs=3,  # eight steps of all envs, the preparation of a rollout, two updates
+        graphs=3,  # eight steps of all envs, the preparation of a rollout, four updates
         on_device=True,
         modes=MODES | JAX,
     ),
