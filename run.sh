@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv once, then does what it is told. Needs git, python3 >= 3.11 with venv and headers, and a C++ compiler.
+# Sets up .venv once, then does what it is told. Needs git, Python 3.11 or 3.12 with venv and headers, and a C++ compiler.
 set -euo pipefail
 from=$PWD
 cd "$(dirname "$0")"
@@ -19,9 +19,9 @@ die() { echo "error: $*" >&2 && exit 1; }
 python=${PYTHON:-python3} launch=
 
 check_machine() { # one sentence for each thing that is missing, before anything is downloaded
-  command -v "$python" >/dev/null || die "no $python found; install Python 3.11 or newer, or set PYTHON to one."
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    die "$("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON to one."
+  command -v "$python" >/dev/null || die "no $python found; install Python 3.11 or 3.12, or set PYTHON to one."
+  "$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' ||
+    die "$("$python" --version) does not fit; install Python 3.11 or 3.12, or set PYTHON to one."
   "$python" -c 'import ensurepip, venv' 2>/dev/null || die "$python lacks venv; install it (Debian: python3-venv)."
   "$python" -c 'import pathlib, sys, sysconfig; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' ||
     die "$python lacks its C headers, which torch.compile needs; install them (Debian: python3-dev)."

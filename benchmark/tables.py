@@ -222,7 +222,7 @@ NO_GAIN = {  # of tricks that no ablation takes out; of others: the script does 
     "flat": "not measured apart",
     "overlap": "not measured yet; it is for a GPU",
     "pinned": "not measured yet; it is for a GPU",
-    "operator": "not measured apart; with perf[graph], that of `compile` over `eager` in the notebook",
+    "operator": "not measured apart; the notebook has the gain with perf[graph], as `compile` over `eager`",
 }
 
 
@@ -239,7 +239,7 @@ def gain(tag: str) -> str:
             else:
                 (gains if ratio < 1 else losses).append(f"{1 / ratio:.2f} x ({table['script']})")
     if unclear:
-        gains.append(f"none shown ({', '.join(unclear)})")
+        gains.append(f"unclear ({', '.join(unclear)})")
     if tag in NO_GAIN:
         gains.append(NO_GAIN[tag])
     for table in first_of_each_script() if tag in ("bf16", "groups") else ():  # flags, so they are modes

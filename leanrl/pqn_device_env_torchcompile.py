@@ -71,7 +71,7 @@ class Args:
     max_grad_norm: float = 10.0  # clip the norm of the gradient to this value
 
     # perf[graph] perf[capture]
-    compile: bool = False  # compile a step of all envs, the preparation of a rollout, and an update
+    compile: bool = False  # compile eight steps of all envs, the targets, and four updates
     cudagraphs: bool = False  # capture a whole iteration, rollout and updates, as one CUDA graph
 
     save_model: bool = True  # export the trained policy as policy.pt2 to the run folder
