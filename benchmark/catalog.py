@@ -274,9 +274,9 @@ CATALOG = {
         requirements="warp",
         policy="Actor",
         losses=f"{CRITIC_LOSSES} actor_loss",
-        tiny={"env_id": "Hopper-v5", "num_envs": 4, "total_timesteps": 1024, "learning_starts": 800, "batch_size": 32}
+        tiny={"env_id": "Hopper-v5", "num_envs": 4, "total_timesteps": 1024, "learning_starts": 928, "batch_size": 32}
         | {"buffer_size": 150, "num_updates": 4, "num_steps": 3},
-        saving={"total_timesteps": 680, "learning_starts": 100, "checkpoint_interval": 200},
+        saving={"total_timesteps": 620, "learning_starts": 340, "checkpoint_interval": 200},
         adam=({"learning_rate": 3e-3}, [3e-3, 3e-3], 1e-8),
         graphs=2,  # a step of all worlds, and updates of the critics and the actor
         on_device=True,

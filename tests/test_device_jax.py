@@ -34,7 +34,8 @@ def parameters_of(name: str, weights: dict) -> dict:
 
 
 CASES = [(NAMES[0], "CartPole-v1", {}), pytest.param(NAMES[1], "MinAtar/Breakout-v1", {}, marks=pytest.mark.long)]
-CASES += [(NAMES[2], "MinAtar/Breakout-v1", {})] + [(NAMES[2], "CartPole-v1", {"q_lambda": x}) for x in (0.0, 1.0)]
+CASES += [pytest.param(NAMES[2], "MinAtar/Breakout-v1", {}, marks=pytest.mark.long)]
+CASES += [(NAMES[2], "CartPole-v1", {"q_lambda": x}) for x in (0.0, 1.0)]
 
 
 @pytest.mark.parametrize(("name", "env_id", "flags"), CASES)

@@ -57,7 +57,7 @@ for env in (MaskedEnv, MaskedCart):
     gym.register(f"{env.__name__}-v0", entry_point=env, disable_env_checker=True)
 
 
-@pytest.mark.parametrize("name", PPO_DISCRETE)
+@pytest.mark.parametrize("name", [PPO_DISCRETE[0], pytest.param(PPO_DISCRETE[1], marks=pytest.mark.long)])
 def test_masked_choices_are_learned_and_played(monkeypatch, name):
     """The env itself fails at an action that is ruled out: in training, and where play.py plays the exported policy."""
     sizes = {"num_envs": 2, "total_timesteps": 8192, "learning_rate": 3e-3, "save_model": True}

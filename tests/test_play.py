@@ -17,11 +17,12 @@ import pytest
 import torch
 import tyro
 from catalog import CATALOG
-from conftest import ATARI, MEMORY, ROOT, tiny, train
+from conftest import MEMORY, ROOT, tiny, train
 from torch import nn
 
 KINDS = ("ppo_continuous_action", "sac_continuous_action", "td3_mujoco", "dqn", "ppo_lru", "pqn_device_env")
 KINDS += ("ppo_atari_envpool",)
+SOON = ("dqn", "td3_mujoco", "ppo_lru")  # in every run of the tests; the others are `long`
 GAMES = {name: "Pong-v5" if "atari" in name else CATALOG[name].tiny["env_id"] for name in KINDS}
 
 
@@ -101,7 +102,7 @@ def played(path: Path, *flags) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.long] * (x in ATARI)) for x in GAMES])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.long] * (x not in SOON)) for x in GAMES])
 def test_a_policy_plays_in_a_new_process_as_here(monkeypatch, name, own_folder):
     """Of a script of each kind, after a run of moments: the same seed gives the same returns, another gives others."""
     sizes = {"num_steps": 128, "total_timesteps": 256} if "ppo" in name else {"total_timesteps": 200}

@@ -62,6 +62,7 @@ def test_flags_off_computes_what_eager_computes(monkeypatch, eager, twin, sizes)
     assert numbers == pytest.approx({name: b.metrics[name] for name in numbers}, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.long
 def test_bfloat16_moves_a_gradient_by_little_beside_the_draw_of_its_minibatch(monkeypatch):
     """On frames of a real game, on which both runs have the same parameters at each update."""
     script = load("ppo_atari_envpool_torchcompile")
