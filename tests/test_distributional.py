@@ -263,7 +263,7 @@ def watched(tmp_path_factory):
         for name, function in names.items():
             patch.setattr(script, name, function)
         patch.setattr(script.Actor, "forward", watch_forward)
-        sizes = {"total_timesteps": 832, "num_updates": 4, "checkpoint_interval": 400, "std_max": 2.0}
+        sizes = {"total_timesteps": 832, "learning_starts": 800, "checkpoint_interval": 400, "std_max": 2.0}
         train(patch, "td3_mujoco", **tiny("td3_mujoco") | sizes)
     return seen
 
