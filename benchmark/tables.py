@@ -239,7 +239,7 @@ def gain(tag: str) -> str:
             else:
                 (gains if ratio < 1 else losses).append(f"{1 / ratio:.2f} x ({table['script']})")
     if unclear:
-        gains.append(f"unclear ({', '.join(unclear)})")
+        gains.append(f"no certain gain ({', '.join(unclear)})")
     if tag in NO_GAIN:
         gains.append(NO_GAIN[tag])
     for table in first_of_each_script() if tag in ("bf16", "groups") else ():  # flags, so they are modes
