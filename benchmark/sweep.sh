@@ -44,6 +44,7 @@ for patch in "" "--patch benchmark/ablations/ppo_lru/no-memory.patch"; do $run p
 $run ppo_rnn $memory --modes compile sb3-contrib
 slices="dqn_lru --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 no_velocity:CartPoleNoVel-v1 --total-timesteps 300000"
 for patch in "" "--patch benchmark/ablations/dqn_lru/no-memory.patch"; do $run $slices $patch; done
+$run dqn_lru --env-ids no_velocity:CartPoleNoVel-v1 --total-timesteps 300000 --seeds $(seq 4 10)
 $run ppo_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
 $run ppo_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
 $run pqn_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 $jax
