@@ -115,22 +115,21 @@ def duration(path: Path):
 
 
 def cheetahs(path: Path):
-    """Mean returns of HalfCheetah-v5 against env steps and against minutes, of one env and of many worlds."""
-    with picture(path, 1, 2, (7.2, 2.4), sharey=True) as (figure, panels):
+    """Mean returns of HalfCheetah-v5 against env steps, of one env and of many worlds."""
+    with picture(path, 1, 1, (7.2, 2.4)) as (_, panels):
+        panel = panels[0, 0]
         for script, color in (("ppo_continuous_action", PLAIN), ("ppo_mujoco", OURS)):
             for file in sorted((RESULTS / "curves").glob(f"{script}__HalfCheetah-v5__*__compile.csv")):
-                points = defaultdict(list)
+                returns_at = defaultdict(list)
                 for row in read_csv(file):
-                    points[int(row["step"])].append([float(row["seconds"]) / 60, float(row["episodic_return"])])
-                means = np.array([np.mean(rows, 0) for _, rows in sorted(points.items())])
+                    returns_at[int(row["step"])].append(float(row["episodic_return"]))
+                steps = sorted(returns_at)
                 label = f"{script}, {int(file.stem.split('__')[2]) / 1e6:g}M steps"
-                for panel, x in zip(panels[0], (np.array(sorted(points)) / 1e6, means[:, 0])):
-                    panel.plot(x, means[:, 1], color=color, lw=1.5, label=label)
-        for panel, label in zip(panels[0], ("million env steps", "minutes")):
-            panel.set_xlabel(label, fontsize=8)
-        panels[0, 0].set_ylabel("mean episodic return", fontsize=8)
-        panels[0, 1].legend(fontsize=7, frameon=False)
-        figure.suptitle("HalfCheetah-v5 on a CPU, compiled", fontsize=9)
+                panel.plot(np.array(steps) / 1e6, [fmean(returns_at[step]) for step in steps], color=color, label=label)
+        panel.set_xlabel("million env steps", fontsize=8)
+        panel.set_ylabel("mean episodic return", fontsize=8)
+        panel.legend(fontsize=7, frameon=False)
+        panel.set_title("HalfCheetah-v5", loc="left", fontsize=9)
 
 
 def filled(text: str) -> str:
