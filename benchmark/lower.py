@@ -1,6 +1,6 @@
 """Lowers what the twins compile to machine code for an H100, without a GPU, and counts what such a GPU would run.
 
-    python benchmark/lower.py                                # all twins, into benchmark/results/lowered.json
+    python benchmark/lower.py                                # all twins, into runs/benchmark/lowered.json
     python benchmark/lower.py dqn sac_continuous_action      # these
 
 A twin trains here, on the CPU and at its own sizes, until it has compiled all that it compiles. The graphs that
@@ -31,7 +31,7 @@ import torch.utils._triton
 import tyro
 from catalog import CATALOG
 from functorch.compile import make_boxed_func
-from results import RESULTS, keep, machine
+from results import RUNS, keep, machine
 from torch._inductor import compile_fx, graph
 from torch._inductor import config as inductor_config
 from torch._inductor.dependencies import MemoryDep
@@ -276,13 +276,14 @@ def resources(cubin: bytes) -> tuple[int, int]:
 @dataclass
 class Args:
     scripts: tyro.conf.Positional[tuple[str, ...]] = EVERY  # whose twins
+    out: Path = RUNS  # where the table goes
 
 
 def main(args: Args):
     for script in args.scripts:
         rows = [lower(recorded) for recorded in record(f"{script}_torchcompile")]
         print(*(json.dumps({"script": script} | row) for row in rows), sep="\n", flush=True)
-        keep(RESULTS, "lowered", {"script": script, "machine": machine(), "rows": rows})
+        keep(args.out, "lowered", {"script": script, "machine": machine(), "rows": rows})
 
 
 if __name__ == "__main__":

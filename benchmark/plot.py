@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import tyro
 from results import RESULTS, ROOT, read_csv
 from tables import blocks, is_ours, minutes, ppo_rows, where
 
@@ -140,7 +141,7 @@ def filled(text: str) -> str:
     return text
 
 
-def main(check: bool):
+def main(check: bool = False):
     stale = [path for path in DOCUMENTS if filled(path.read_text()) != path.read_text()]
     names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
     if check:
@@ -155,4 +156,4 @@ def main(check: bool):
 
 
 if __name__ == "__main__":
-    main(check="--check" in sys.argv[1:])
+    tyro.cli(main)

@@ -1,6 +1,6 @@
 """Measures what a checkpoint of a long off-policy run costs, and how long an exported policy needs for an action.
 
-    python benchmark/saving.py           # keeps a table in benchmark/results/saving.json
+    python benchmark/saving.py           # keeps a table in runs/benchmark/saving.json
 
 It saves the replay of SAC on HalfCheetah, full with a million transitions, by the script's own functions, five times.
 Then it exports an untrained policy, loads it, and calls it a thousand times in one thread, each time with one row.
@@ -14,7 +14,8 @@ from statistics import median
 
 import numpy as np
 import torch
-from results import RESULTS, ROOT, keep, machine
+import tyro
+from results import ROOT, RUNS, keep, machine
 
 sys.path.insert(0, str(ROOT / "leanrl"))
 import sac_continuous_action as sac
@@ -56,7 +57,11 @@ def policy_microseconds() -> float:
     return 1e6 * median(times)
 
 
-if __name__ == "__main__":
+def main(out: Path = RUNS):
     row = measure(TRANSITIONS) | {"policy_microseconds": policy_microseconds()}
-    keep(RESULTS, "saving", {"machine": machine(), "rows": [row]})
+    keep(out, "saving", {"machine": machine(), "rows": [row]})
     print(row)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

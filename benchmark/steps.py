@@ -1,6 +1,6 @@
 """Measures what each step of docs/your-own-script.md brings: it runs the program of that page, and times its updates.
 
-    python benchmark/steps.py            # keeps a table in benchmark/results/steps.json; plot.py puts it into the page
+    python benchmark/steps.py            # keeps a table in runs/benchmark/steps.json
 
 The updates take turns, 50 calls each, so that a machine whose speed drifts slows all of them alike.
 """
@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from results import RESULTS, ROOT, keep, machine
+import tyro
+from results import ROOT, RUNS, keep, machine
 
 PAGE = ROOT / "docs" / "your-own-script.md"
 UPDATES = {  # what is timed -> a call of it in the page's program
@@ -29,7 +30,7 @@ def program(page: Path = PAGE) -> dict:
     return names
 
 
-def main(turns: int = 40):
+def main(out: Path = RUNS, turns: int = 40):
     torch.set_num_threads(1)
     names = program()
     seconds = {update: [] for update in UPDATES}
@@ -38,9 +39,9 @@ def main(turns: int = 40):
             names["call"] = eval(f"lambda: {call}", names)
             seconds[update].append(names["seconds_per_call"](names["call"], calls=50))
     rows = [{"update": update, "microseconds": 1e6 * median(values)} for update, values in seconds.items()]
-    keep(RESULTS, "steps", {"machine": machine(), "rows": rows})
+    keep(out, "steps", {"machine": machine(), "rows": rows})
     print(*rows, sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

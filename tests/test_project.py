@@ -96,7 +96,8 @@ def test_every_command_in_the_documents_parses(line):
         words = words[1:]
     name = words[0].removesuffix(".py").removeprefix("leanrl/")
     if name in ("benchmark/plot", "benchmark/saving", "benchmark/steps"):
-        assert set(words[1:]) <= {"--check"}
+        flags = inspect.signature(importlib.import_module(name.removeprefix("benchmark/")).main).parameters
+        assert {word for word in words if word.startswith("--")} <= {f"--{flag}" for flag in flags}
     elif name.startswith("benchmark/"):
         tool = name.removeprefix("benchmark/")
         args = tyro.cli(importlib.import_module(tool).Args, args=words[1:])
