@@ -58,11 +58,14 @@ case ${1:-} in
   '') exec python benchmark/compare.py ppo_continuous_action --no-peers --pairs 1 ;;
   test) OMP_NUM_THREADS=1 exec python -m pytest -n 2 --dist worksteal "${@:2}" ;; # two at once, of one thread each
   train)
-    [[ -f leanrl/${2:-}.py ]] || die "no script '${2:-}'; there are: $(cd leanrl && echo *.py | sed 's/\.py//g')"
+    scripts=$(basename -s .py leanrl/*.py | grep -vx play) name=$(basename "${2:-}" .py)
+    near='import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 3, 0), sep=", ")'
+    grep -qx -- "$name" <<<"$scripts" ||
+      die "no script '$name'; the nearest: $(python -c "$near" "$name" $scripts). There are:" $scripts
     ranks='import torch; print("--standalone", "--nproc-per-node", torch.cuda.device_count() or 2)'
-    [[ $2 =~ ^(dqn|ppo_continuous|ppo_mujoco|ppo_rnn|ppo_torch|ppo$) ]] && export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # small layers: docs/faq.md
-    [[ $2 == *multigpu ]] && launch="-m torch.distributed.run $(python -c "$ranks")"
-    cd "$from" && exec python $launch "$root/leanrl/$2.py" "${@:3}"
+    [[ $name =~ ^(dqn|ppo_continuous|ppo_mujoco|ppo_rnn|ppo_torch|ppo$) ]] && export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # small layers: docs/faq.md
+    [[ $name == *multigpu ]] && launch="-m torch.distributed.run $(python -c "$ranks")"
+    cd "$from" && exec python $launch "$root/leanrl/$name.py" "${@:3}"
     ;;
   play) cd "$from" && exec python "$root/leanrl/play.py" "${@:2}" ;;
   compare) exec python benchmark/compare.py "${@:2}" ;;

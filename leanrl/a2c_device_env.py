@@ -47,7 +47,7 @@ class Args:
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
     env_id: str = "CartPole-v1"  # an env of this file, by its name in ENVS
-    total_timesteps: int = 5_000_000  # env steps, summed over all envs
+    total_timesteps: int = 5_000_000  # env steps, summed over all envs, in whole rollouts
     learning_rate: float = 5e-3  # learning rate of Adam
     num_envs: int = 128  # number of envs, stepped together; a GPU likes thousands
     num_steps: int = 8  # steps of each env per rollout, and so per gradient step
@@ -502,7 +502,7 @@ def run_until_signal(train):
     words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
-    args = tyro.cli(Args, args=words.split("\0")[1:])
+    args = tyro.cli(Args, prog=f"python {sys.argv[0]}", args=words.split("\0")[1:])
     signals = []
 
     def remember(number: int, _):

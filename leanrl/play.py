@@ -177,4 +177,4 @@ def play(args: Args) -> dict:
 
 
 if __name__ == "__main__":
-    play(tyro.cli(Args, description=__doc__))
+    play(tyro.cli(Args, prog=f"python {sys.argv[0]}", description=__doc__))

@@ -54,7 +54,7 @@ class Args:
     tf32: bool = False  # let a GPU multiply float32 numbers in TensorFloat32: faster, less exact
 
     env_id: str = "Breakout-v5"  # any Atari id of EnvPool
-    total_timesteps: int = 10_000_000  # env steps (of 4 frames each), summed over all envs
+    total_timesteps: int = 10_000_000  # env steps (of 4 frames each), summed over all envs, in whole rollouts
     learning_rate: float = 2.5e-4  # learning rate of Adam
     num_envs: int = 8  # number of envs, stepped in parallel by EnvPool's threads
     num_steps: int = 128  # steps of each env per rollout
@@ -550,7 +550,7 @@ def run_until_signal(train):
     words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
-    args = tyro.cli(Args, args=words.split("\0")[1:])
+    args = tyro.cli(Args, prog=f"python {sys.argv[0]}", args=words.split("\0")[1:])
     signals = []
 
     def remember(number: int, _):

@@ -50,7 +50,7 @@ class Args:
 
     env_id: str = "popgym:popgym-RepeatPreviousEasy-v0"  # any Gymnasium id with vectors and discrete actions
     env_kwargs: str = "{}"  # settings of the env as JSON, e.g. '{"max_episode_length": 50}'
-    total_timesteps: int = 500_000  # env steps, summed over all envs
+    total_timesteps: int = 500_000  # env steps, summed over all envs, in whole rollouts
     learning_rate: float = 1e-3  # learning rate of Adam
     num_envs: int = 32  # number of envs, stepped one after the other
     num_steps: int = 128  # steps of each env per rollout, through which gradients flow
@@ -491,7 +491,7 @@ def run_until_signal(train):
     words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
-    args = tyro.cli(Args, args=words.split("\0")[1:])
+    args = tyro.cli(Args, prog=f"python {sys.argv[0]}", args=words.split("\0")[1:])
     signals = []
 
     def remember(number: int, _):

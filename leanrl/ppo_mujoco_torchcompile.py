@@ -65,7 +65,7 @@ class Args:
     nconmax: int | None = None  # contacts of a world that Warp has memory for; default: Warp's guess
     njmax: int | None = None  # constraints of a world that Warp has memory for; default: Warp's guess
     graph_conditional: bool = True  # let Warp's solver stop early inside a CUDA graph, which needs CUDA 12.4
-    total_timesteps: int = 20_000_000  # env steps, summed over all worlds
+    total_timesteps: int = 20_000_000  # env steps, summed over all worlds, in whole rollouts
     learning_rate: float = 1e-3  # learning rate of Adam
     num_envs: int | None = None  # number of worlds, stepped together; default: 64, or 4,096 on a GPU
     num_steps: int = 32  # steps of each world per rollout
@@ -922,7 +922,7 @@ def run_until_signal(train):
     words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
-    args = tyro.cli(Args, args=words.split("\0")[1:])
+    args = tyro.cli(Args, prog=f"python {sys.argv[0]}", args=words.split("\0")[1:])
     signals = []
 
     def remember(number: int, _):

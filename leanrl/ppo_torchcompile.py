@@ -58,7 +58,7 @@ class Args:
 
     env_id: str = "CartPole-v1"  # any Gymnasium id with Discrete or MultiDiscrete actions, also my_package:MyEnv-v0
     env_kwargs: str = "{}"  # settings of the env as JSON, e.g. '{"is_slippery": false}'
-    total_timesteps: int = 500_000  # env steps, summed over all envs
+    total_timesteps: int = 500_000  # env steps, summed over all envs, in whole rollouts
     learning_rate: float = 2.5e-4  # learning rate of Adam
     num_envs: int = 4  # number of envs
     async_envs: bool = False  # step envs at the same time, each in a process of its own; for slow simulators
@@ -600,7 +600,7 @@ def run_until_signal(train):
     words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
-    args = tyro.cli(Args, args=words.split("\0")[1:])
+    args = tyro.cli(Args, prog=f"python {sys.argv[0]}", args=words.split("\0")[1:])
     signals = []
 
     def remember(number: int, _):

@@ -583,7 +583,7 @@ def run_until_signal(train):
     words = "\0".join(sys.argv)  # --cuda False and --cuda=false mean --no-cuda, for W&B and CleanRL
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]false(?=\0|$)", r"\0--no-\1", words)
     words = re.sub(r"(?i)\0--([\w-]+)[=\0]true(?=\0|$)", r"\0--\1", words)
-    args = tyro.cli(Args, args=words.split("\0")[1:])
+    args = tyro.cli(Args, prog=f"python {sys.argv[0]}", args=words.split("\0")[1:])
     signals = []
 
     def remember(number: int, _):
