@@ -168,7 +168,7 @@ def claim() -> str:
     compiled, plain, sbx, sb3 = (f"{minutes(row):.1f}" for row in rows.values())
     env = table["env_id"].split("-")[0]
     return (
-        f"A million steps of PPO on {env} take **{compiled} minutes** with our compiled file on a "
+        f"At the speeds below, a million steps of PPO on {env} take **{compiled} minutes** with our compiled file on a "
         f"{table['machine']['cores']}-core CPU, compiling included. They take {plain} minutes with our plain file, "
         f"{sbx} with SBX (JAX) and {sb3} with Stable-Baselines3."
     )
@@ -222,7 +222,7 @@ NO_GAIN = {  # of tricks that no ablation takes out; of others: the script does 
     "flat": "not measured apart",
     "overlap": "not measured yet; it is for a GPU",
     "pinned": "not measured yet; it is for a GPU",
-    "operator": "not measured apart; the notebook has the gain with perf[graph], as `compile` over `eager`",
+    "operator": "measured only together with perf[graph]: see ppo_rnn there",
 }
 
 
@@ -247,7 +247,7 @@ def gain(tag: str) -> str:
         if f"compile+{tag}" in speeds:
             ratio = speeds[f"compile+{tag}"] / speeds["compile"]
             (gains if ratio > 1 else losses).append(f"{ratio:.2f} x ({table['script']})")
-    found = [f"**Gain:** {', '.join(gains)}."] * bool(gains) + [f"**Loss:** {', '.join(losses)}."] * bool(losses)
+    found = [f"**Gain:** {', '.join(gains)}."] * bool(gains) + [f"**Slower:** {', '.join(losses)}."] * bool(losses)
     return " ".join(found) or "**Gain:** not measured apart, since the script does not work without it."
 
 

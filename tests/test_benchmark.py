@@ -708,7 +708,7 @@ def test_a_gain_is_a_figure_if_its_interval_leaves_out_one(monkeypatch):
     ratios = {"dqn": [0.5, 0.4, 0.6], "dqn_lru": [0.9, 0.8, 1.0], "ppo_lru": [1.25, 1.1, 1.3]}
     found = [{"script": s, "rows": [{"variant": "without perf[graph]", "ratio": r}]} for s, r in ratios.items()]
     monkeypatch.setattr(tables, "tables", lambda kind: found)
-    assert tables.gain("graph") == "**Gain:** 2.00 x (dqn), no certain gain (dqn_lru). **Loss:** 0.80 x (ppo_lru)."
+    assert tables.gain("graph") == "**Gain:** 2.00 x (dqn), no certain gain (dqn_lru). **Slower:** 0.80 x (ppo_lru)."
 
 
 def test_returns_against_minutes_are_of_the_newest_bin_by_then(tmp_path, monkeypatch):
