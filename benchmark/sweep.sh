@@ -11,8 +11,7 @@ for of in "impala --update-epochs=1 --no-norm-adv --gae-lambda=1" "appo --update
   $compare ppo_atari_ray --pairs 2 --steps 49152 --modes compile --flags="--num-minibatches=1 ${of#* }" --external "RLlib=$rllib"
 done
 $compare pqn_device_env --env-id MinAtar/Breakout-v1 --steps 204800 --flags="--num-minibatches 32"
-for tool in phases ablate scans efficiency worlds; do python benchmark/$tool.py --out benchmark/results; done
-for tool in saving steps; do python benchmark/$tool.py; done
+for tool in phases ablate scans efficiency worlds saving steps lower; do python benchmark/$tool.py --out benchmark/results; done
 
 # returns
 run="python benchmark/returns.py" jax="--modes compile jax"
@@ -33,7 +32,7 @@ $run ppo_mujoco --env-ids Hopper-v5 --total-timesteps 5000000 --flags="$hopper" 
 $run td3_mujoco --env-ids HalfCheetah-v5 --total-timesteps 1000000 --play 10
 $run td3_continuous_action --env-ids HalfCheetah-v5 --total-timesteps 130000 --play 10
 $run td3_continuous_action --env-ids HalfCheetah-v5 --total-timesteps 50000 --modes sb3
-$run sac_continuous_action --total-timesteps 200000
+$run sac_continuous_action --total-timesteps 100000 --play 10
 $run dqn --env-ids CartPole-v1 --total-timesteps 500000 --seeds $(seq 10)
 $run dqn --env-ids Acrobot-v1 --total-timesteps 500000
 memory="--total-timesteps 300000 --env-ids"
