@@ -52,7 +52,7 @@ $run pqn_device_env --env-ids MinAtar/Breakout-v1 --total-timesteps 10000000 --p
 python benchmark/purejaxql_peer.py
 $run pqn_device_env --env-ids CartPole-v1 --total-timesteps 2000000 --seeds $(seq 5) $jax
 $run a2c_device_env --env-ids CartPole-v1 --total-timesteps 5000000 --seeds $(seq 5) $jax
-$run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000 --seeds $(seq 10)
+$run ppo_atari_envpool --env-ids Breakout-v5 --total-timesteps 150000
 $run ppo_continuous_action_ray
 
 # the film of README
