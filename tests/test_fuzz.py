@@ -144,7 +144,7 @@ def test_any_command_line_trains_or_is_refused_with_a_sentence(name, monkeypatch
         if isinstance(code, str):  # it had begun to train
             assert re.match(r"\s*error: not finite: \{.*\}, norms of parameters .*\. Checkpoints are kept\.$", code)
         elif code == 2:
-            assert re.search(r"(^| )error: .+|For full helptext, run \S+\.py --help$", said), said
+            assert re.search(r"(^| )error: .+|For full helptext, run python \S+\.py --help$", said), said
         else:
             assert code == 0
         assert time.monotonic() - started < 20
