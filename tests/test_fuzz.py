@@ -45,6 +45,8 @@ ENVS = ["Pendulum-v1", "CartPole-v1", "Breakout-v5", "Pong-v5", "MountainCarCont
 SMALL = {  # these cost time or memory, so that large ones would only be slow or end in PyTorch's own message
     "total_timesteps": [-1, 0, 1, 2, 63, 64, 65, 130, 300],
     "num_envs": [-1, 0, 1, 2, 3, 8],
+    "batch_size": [-1, 0, 1, 2, 3, 100],
+    "buffer_size": [-1, 0, 1, 2, 3, 1000],
     "num_workers": [-1, 0, 1, 2, 3, 100, 2**31],
     "envs_per_worker": [-1, 0, 1, 2, 3, 8, 2**31],
     "hidden_size": [-1, 0, 1, 2, 3, 64],
